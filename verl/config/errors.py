@@ -1,0 +1,23 @@
+"""Two kinds of failure: the request is wrong (exit status 2), or the run failed (exit status 1)."""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """What was asked can't be done: configuration, arguments or data. The message says what would be right."""
+
+
+class ConfigError(RequestError):
+    """The configuration breaks rules; the message lists every violation."""
+
+
+class DataError(RequestError):
+    """The data set can't be used as asked; the message names file, row and column."""
+
+
+class RunError(RuntimeError):
+    """The run failed; the message names node, step, row and prompt where known."""
+
+
+class RewardError(RunError):
+    """A reward raised, timed out or returned something that is not a score."""

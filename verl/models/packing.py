@@ -1,0 +1,243 @@
+"""Rows packed end to end on one token axis, with each group's prompt stored once.
+
+A packed micro-batch is cut into *segments*: runs of queries that see a run of keys, causally and aligned at their ends.
+A prompt is one segment (its keys are itself). A response is another: its keys are its prompt followed by itself, so
+eight samples of a prompt read the prompt's keys eight times but compute them once, forward and backward.
+
+Example, prompt ``[p q]`` with responses ``[a b c]`` and ``[d e]``. The last token of a response predicts nothing that
+is trained, so it is left out::
+
+    ids        p q a b d          segments  queries [0:2] keys p q
+    positions  0 1 2 3 2                    queries [2:4] keys p q a b
+    predict    1 2 3 | 1 4                  queries [4:5] keys p q d
+
+``predict[t]`` is the packed position whose hidden state predicts response token ``t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from verl.batch import Ragged
+
+ATTENTION = "verl_packed"
+
+
+class Layout(Protocol):
+    """Where the keys of each query lie. Passed to the model's forward as ``layout=``."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """``q [T, H, D]``, ``k`` and ``v [T, H_kv, D]`` of this call's tokens -> ``[T, H, D]``."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a model asks of its attention besides the mask."""
+
+    scale: float | None = None
+    dropout: float = 0.0
+    window: int | None = None  # a query sees this many keys, itself included
+    softcap: float | None = None
+
+
+def _attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Adapter to transformers' attention interface: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    layout: Layout | None = kwargs.get("layout")
+    if layout is None:
+        raise RuntimeError("this model generates and trains on packed rows: pass layout= (a Packed or a decode layout)")
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(f"{type(module).__name__} uses attention sinks, which packed attention doesn't have")
+    options = AttentionOptions(
+        scale=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+    )
+    layer = module.layer_idx
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return layout.attend(layer, q, k, v, options)[None], None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """Plain attention: ``q [N, H, Lq, D]``, ``k, v [N, H_kv, Lk, D]``, ``mask [N, 1, Lq, Lk]`` True where seen."""
+    if options.softcap is None:
+        gqa = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=options.dropout, scale=options.scale, enable_gqa=gqa
+        )
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = options.softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / options.softcap))
+    weights = torch.softmax(scores.float().masked_fill(~mask, float("-inf")), -1).to(v.dtype)
+    return F.dropout(weights, options.dropout) @ v
+
+
+@dataclass
+class _Bucket:
+    """Segments of similar length, padded together: packed positions ``q_index [N, Lq]`` and ``k_index [N, Lk]``."""
+
+    q_index: Tensor
+    k_index: Tensor
+    mask: Tensor  # [N, 1, Lq, Lk]
+    distance: Tensor  # [N, 1, Lq, Lk] query position minus key position
+    place: Tensor  # flat positions in [N * Lq] that hold real queries
+    target: Tensor  # their packed positions
+
+
+@dataclass
+class Packed:
+    """One packed micro-batch (module docstring). ``T`` packed tokens, ``R`` response tokens, ``S`` segments."""
+
+    ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    predict: Ragged  # [R] packed position that predicts each response token, one run per row
+    q_lengths: list[int]  # [S] queries; segments lie end to end on the packed axis
+    k_spans: list[list[tuple[int, int]]]  # [S] packed ranges that make up each segment's keys
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def to(self, device: torch.device | str) -> Packed:
+        return Packed(
+            self.ids.to(device), self.positions.to(device), self.predict.to(device), self.q_lengths, self.k_spans
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        del layer
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not options.dropout and not options.softcap:
+            return self._attend_varlen(q, k, v, options)
+        out = torch.empty_like(q)
+        for b in self._buckets:
+            mask = b.mask if options.window is None else b.mask & (b.distance < options.window)
+            part = masked_attention(
+                q[b.q_index].transpose(1, 2), k[b.k_index].transpose(1, 2), v[b.k_index].transpose(1, 2), mask, options
+            )
+            rows = part.transpose(1, 2).reshape(-1, *q.shape[1:])[b.place]
+            out = out.index_copy(0, b.target, rows)
+        return out
+
+    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        index, cu_q, cu_k, max_q, max_k = self._varlen
+        k, v = k[index], v[index]
+        if k.shape[1] != q.shape[1]:  # the kernel wants one key head per query head
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        window = (-1 if options.window is None else options.window - 1, 0)  # causal, aligned at the ends
+        return varlen_attn(
+            q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, window_size=window,
+            scale=options.scale,
+        )  # fmt: skip
+
+    @cached_property
+    def _varlen(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        device = self.ids.device
+        k_lengths = [sum(end - start for start, end in spans) for spans in self.k_spans]
+        index = torch.cat([torch.arange(start, end) for spans in self.k_spans for start, end in spans])
+        cu_q, cu_k = (
+            F.pad(torch.tensor(x, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+            for x in (self.q_lengths, k_lengths)
+        )
+        return index.to(device), cu_q.to(device), cu_k.to(device), max(self.q_lengths), max(k_lengths)
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:
+        """Segments by size class (powers of two), so that padding costs at most a factor of two in attention alone."""
+        starts = [0]
+        for n in self.q_lengths:
+            starts.append(starts[-1] + n)
+        classes: dict[tuple[int, int], list[int]] = {}
+        for s, spans in enumerate(self.k_spans):
+            size = (self.q_lengths[s].bit_length(), sum(e - b for b, e in spans).bit_length())
+            classes.setdefault(size, []).append(s)
+        return [self._bucket(members, starts) for members in classes.values()]
+
+    def _bucket(self, members: list[int], starts: list[int]) -> _Bucket:
+        pad = torch.nn.utils.rnn.pad_sequence
+        queries = [torch.arange(starts[s], starts[s + 1]) for s in members]
+        keys = [torch.cat([torch.arange(b, e) for b, e in self.k_spans[s]]) for s in members]
+        q_len = torch.tensor([len(x) for x in queries])[:, None]
+        k_len = torch.tensor([len(x) for x in keys])[:, None]
+        q_index, k_index = pad(queries, batch_first=True), pad(keys, batch_first=True)
+        q_at = torch.arange(q_index.shape[1])[None]
+        k_at = torch.arange(k_index.shape[1])[None]
+        q_pos = q_at + (k_len - q_len)  # aligned at the ends: the last query sees every key
+        distance = q_pos[:, :, None] - k_at[:, None, :]
+        mask = (distance >= 0) & (k_at < k_len)[:, None, :]
+        mask[:, :, 0] |= q_at >= q_len  # a padded query sees one key, so that its softmax is finite; it is dropped
+        place = (q_at < q_len).flatten().nonzero()[:, 0]
+        device = self.ids.device
+        return _Bucket(
+            *(t.to(device) for t in (q_index, k_index, mask[:, None], distance[:, None], place)),
+            target=torch.cat(queries).to(device),
+        )
+
+
+def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None) -> Packed:
+    """Pack ``B`` rows. Rows of equal ``groups`` number must have equal prompts, and their prompt is stored once.
+
+    ``groups=None`` stores every row's prompt for itself. Every prompt and every response needs at least one token.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses")
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    q_lengths: list[int] = []
+    k_spans: list[list[tuple[int, int]]] = []
+    predict: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(prompts)
+    at = 0
+
+    def add(tokens: Tensor, first_position: int, keys: list[tuple[int, int]]) -> None:
+        nonlocal at
+        n = tokens.shape[0]
+        ids.append(tokens)
+        positions.append(torch.arange(first_position, first_position + n))
+        q_lengths.append(n)
+        k_spans.append([*keys, (at, at + n)])
+        at += n
+
+    members: dict[int, list[int]] = {}
+    for row in range(len(prompts)):
+        members.setdefault(row if groups is None else int(groups[row]), []).append(row)
+    prompt_rows, response_rows = list(prompts.rows()), list(responses.rows())
+    for rows in members.values():
+        prompt = prompt_rows[rows[0]]
+        if not prompt.shape[0]:
+            raise ValueError(f"row {rows[0]} has an empty prompt, so nothing predicts its first response token")
+        prompt_span = (at, at + prompt.shape[0])
+        add(prompt, 0, [])
+        for row in rows:
+            if prompt_rows[row].shape != prompt.shape or not torch.equal(prompt_rows[row], prompt):
+                raise ValueError(f"rows {rows[0]} and {row} have the same group number but different prompts")
+            n = response_rows[row].shape[0]
+            if not n:
+                raise ValueError(f"row {row} has an empty response")
+            before = torch.arange(at - 1, at + n - 1)
+            before[0] = prompt_span[1] - 1
+            predict[row] = before
+            if n > 1:
+                add(response_rows[row][:-1], prompt.shape[0], [prompt_span])
+    return Packed(
+        torch.cat(ids), torch.cat(positions), Ragged(torch.cat(predict), responses.lengths), q_lengths, k_spans
+    )
+
+
+def last_hidden(backbone: torch.nn.Module, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """Hidden states ``[T, D]`` of a Hugging Face decoder (without its head) for packed tokens."""
+    out = backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
+    return out.last_hidden_state[0]

@@ -6,36 +6,54 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl.config.model import Section
+from verl.config.section import DataSource, Section
 
 
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["auto", "native"] = "auto"  # native: the trainer's own parameters generate
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)  # 0: off
-    stop: list[str] = Field(default_factory=list)
-    max_rows: int = Field(256, ge=1)  # rows decoded side by side
+    engine: Literal["auto", "native"] = Field("auto", description="native: the trainer's own parameters generate")
+    temperature: float = Field(
+        1.0, gt=0, description="softmax temperature, applied by sampler and trainer alike; 0 has no density to train on"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the trainer can't match the density")
+    top_k: int = Field(0, ge=0, description="0: off; above 0 the trainer can't match the density")
+    stop: list[str] = Field(
+        default_factory=list, strict=False, examples=[["\n\n"], ["</answer>"]], description="texts that end a response"
+    )
+    max_rows: int = Field(256, ge=1, description="rows decoded side by side; memory and speed only")
+    tensor_parallel_size: Literal[1] = Field(1, description="GPUs that hold one copy of the weights")
 
 
 class CheckpointConfig(Section):
-    """``checkpoints/step_N`` every ``every_steps`` laps (0: only at the end and on a signal); the newest ``keep`` stay."""
+    """``checkpoints/step_N`` under the run directory."""
 
-    every_steps: int = Field(50, ge=0)
-    keep: int = Field(2, ge=1)
+    every_steps: int = Field(50, ge=0, description="laps between checkpoints; 0: only at the end and on a signal")
+    keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
 
 class EvalConfig(Section):
-    """Greedy answers on held-out prompts, scored by the run's own rewards, before, during and after training."""
+    """Greedy answers on held-out prompts, one per prompt, scored by the run's own rewards."""
 
-    dataset: str | dict | None = None
-    every_steps: int = Field(0, ge=0)  # 0: only before the first and after the last lap
-    limit: int | None = Field(None, ge=1)  # first prompts of the set
+    dataset: DataSource = Field(None, description="as the training data set")
+    every_steps: int = Field(0, ge=0, description="laps between evaluations; 0: before the first and after the last")
+    limit: int | None = Field(None, ge=1, description="only the first prompts of the set")
+
+
+class MetricsConfig(Section):
+    """Where metrics go beside ``metrics.jsonl`` and the console."""
+
+    tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, examples=[9400, 9401], description="serve metrics on this port of 127.0.0.1; null: off"
+    )
+    alarms: dict[str, float] = Field(
+        default_factory=dict, examples=[{"generate/latency_p99": 30.0}, {"kl/mean": 1.0}],
+        description="a step in which the metric is above its limit warns and counts",
+    )  # fmt: skip
 
 
 class ClusterConfig(Section):
-    """Where workers run. ``local``: in this process."""
+    """Where workers run."""
 
-    backend: Literal["local"] = "local"
+    backend: Literal["local"] = Field("local", description="local: in this process")

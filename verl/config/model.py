@@ -2,73 +2,97 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from verl.config.section import ModelSource, Section
 
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are not changed after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
+Dtype = Literal["auto", "bf16", "fp32"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
     """AdamW or SGD with a learning-rate schedule that ends at the last optimizer step."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(1e-6, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)  # optimizer steps from 0 to lr
-    max_grad_norm: float = Field(1.0, gt=0)
+    name: Literal["adamw", "sgd"] | Callable[..., Any] = Field(
+        "adamw", description="or, from Python, a factory called as `factory(parameters, lr=lr)`"
+    )
+    lr: float = Field(1e-6, ge=0, examples=[1e-6, 3e-5], description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), strict=False, examples=[[0.9, 0.95], [0.9, 0.999]], description="AdamW's decay of both moments"
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps from 0 to lr")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """As the actor's, with a learning rate that suits a new value head."""
+
+    lr: float = Field(1e-5, ge=0, examples=[1e-5, 1e-4], description="peak learning rate")
 
 
 class FsdpConfig(Section):
     """How parameters are spread over the ranks of one role; with one process every strategy is the same."""
 
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "FULL_SHARD"
-    cpu_offload: bool = False
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = Field(
+        "FULL_SHARD", description="what is sharded: parameters and gradients, gradients, nothing"
+    )
+    cpu_offload: Literal[False] = Field(False, description="parameters wait in CPU memory")
 
 
 class ModelConfig(Section):
     """A trained model: the actor, or the critic."""
 
-    model_name_or_path: Any = None  # hub name, folder, or (from Python) a loaded module
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 where the device computes it fast, else fp32
-    trust_remote_code: bool = False
-    use_lora: bool = False
-    lora_r: int = Field(16, ge=1)
-    lora_alpha: float | None = Field(None, gt=0)  # default: 2 * lora_r
-    lora_target_modules: list[str] | str = "all-linear"
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
+    model_name_or_path: ModelSource = Field(None, description="hub name, folder, or (from Python) a loaded module")
+    dtype: Dtype = Field(
+        "auto", description="of the weights that compute; auto: bf16 where the device is fast at it, else fp32"
+    )
+    trust_remote_code: bool = Field(False, description="run the model's own code from the hub")
+    use_lora: bool = Field(False, description="train low-rank adapters, the base stays frozen")
+    load_in_4bit: Literal[False] = Field(False, description="4-bit base under the adapters (QLoRA)")
+    lora_r: int = Field(16, ge=1, description="rank of the adapters")
+    lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / r; default: 2 * lora_r")
+    lora_target_modules: list[str] | str = Field(
+        "all-linear", examples=["all-linear", ["q_proj", "v_proj"]], description="modules that get an adapter"
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="a name is short for {name: ...}")
+    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig, description="how parameters are spread over ranks")
 
     @field_validator("optimizer", mode="before")
     @classmethod
     def _optimizer_by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return {"name": value} if isinstance(value, str) or callable(value) else value
 
 
 class CriticConfig(ModelConfig):
-    """The value model. Default: its own copy of the actor's backbone with a new value head.
+    """The value model. Default: its own copy of the actor's backbone with a new value head."""
 
-    ``shares: actor`` puts the head on the actor's backbone, which the value loss doesn't train.
-    """
-
-    shares: Literal["actor"] | None = None
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    model_name_or_path: ModelSource = Field(None, description="default: a copy of the actor's backbone")
+    dtype: Dtype = Field("auto", description="default: the actor's; a different one is an error")
+    shares: Literal["actor"] | None = Field(
+        None, description="put the head on the actor's backbone, which the value loss doesn't train"
+    )
+    optimizer: CriticOptimizerConfig = Field(
+        default_factory=CriticOptimizerConfig, description="a name is short for {name: ...}"
+    )
 
 
 class RewardModelConfig(Section):
     """A Hugging Face sequence-classification model with its own tokenizer; its weights stay frozen."""
 
-    model_name_or_path: Any = None
-    trainable: Literal[False] = False  # training a reward model together with the policy is not built yet
-    micro_batch_size: int = Field(16, ge=1)
-    max_length: int | None = Field(None, ge=2)  # default: the model's own limit
-    overlong: Literal["truncate", "error"] = "truncate"  # truncate drops the start of the question first; counted
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    trust_remote_code: bool = False
+    model_name_or_path: ModelSource = Field(None, description="hub name, folder, or (from Python) a loaded module")
+    trainable: Literal[False] = Field(False, description="train it together with the policy")
+    micro_batch_size: int = Field(16, ge=1, description="rows scored in one forward")
+    max_length: int | None = Field(None, ge=2, description="tokens of question and answer; default: the model's limit")
+    overlong: Literal["truncate", "error"] = Field(
+        "truncate", description="rows over max_length; truncate drops the start of the question first; counted"
+    )
+    dtype: Dtype = Field("auto", description="as the actor's")
+    trust_remote_code: bool = Field(False, description="run the model's own code from the hub")

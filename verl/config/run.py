@@ -2,63 +2,129 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, RolloutConfig
-from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig, Section
+from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, MetricsConfig, RolloutConfig
+from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig
+from verl.config.section import DataSource, PathText, RewardSources, Section
+
+Role = Literal["actor", "critic", "reference", "reward_model", "rollout"]
 
 
 class RunConfig(Section):
-    """Every key of a configuration file. ``None`` means "derived", and ``load`` fills it in."""
+    """Every key of a configuration file.
+
+    A key whose type doesn't admit ``None`` but whose default is ``None`` is derived: ``load_config`` fills it in.
+    """
 
     # what to train, on what, for what
-    actor_model_config: ModelConfig = Field(default_factory=ModelConfig)
-    critic_model_config: CriticConfig | None = None
-    reward_model_config: RewardModelConfig | None = None
-    reward_fn: Any = None  # "module:function", a rule's name, a list of them, or (from Python) callables
-    reward_weights: list[float] | None = None  # one per reward; the reward model's is the last; default 1 each
-    reward_timeout: float | None = Field(60.0, gt=0)  # seconds for one row
-    reward_failure: Literal["error", "drop", "default"] = "error"  # when a reward raises, times out or gives NaN
-    reward_default: float = 0.0  # the value of reward_failure: default
-    dataset: Any = None  # file, folder, hub name, {name: arithmetic, ...}, or (from Python) a data set
-    columns: dict[str, str] = Field(default_factory=dict)  # ours: theirs, e.g. {prompt: question}
-    dataset_cache_dir: str | None = None
-    streaming: bool = False
-    shuffle: bool = True
-    algorithm: AlgorithmConfig
+    actor_model_config: ModelConfig = Field(default_factory=ModelConfig, description="the policy; needs a model")
+    critic_model_config: CriticConfig | None = Field(
+        None, description="the value model; default for ppo: a copy of the actor's backbone; others have none"
+    )
+    reward_model_config: RewardModelConfig | None = Field(None, description="a model that scores; null: none")
+    reward_fn: RewardSources = Field(
+        default_factory=list,
+        description="`module:function`, a rule's name, a list of these, or (from Python) functions",
+    )
+    reward_weights: list[float] = Field(
+        None, strict=False, examples=[[1.0], [1.0, 0.5]],
+        description="one per reward, the reward model's is the last; default 1 each",
+    )  # fmt: skip
+    reward_timeout: float | None = Field(60.0, gt=0, description="seconds that one row may take; null: no limit")
+    reward_failure: Literal["error", "drop", "default"] = Field(
+        "error", description="when a reward raises, times out or gives NaN: stop, leave the row out, or reward_default"
+    )
+    reward_default: float = Field(0.0, description="the value of reward_failure: default")
+    dataset: DataSource = Field(
+        None, description="file, folder, hub name, {name: arithmetic, ...}, or (Python) a data set"
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, examples=[{"prompt": "question"}, {"answer": "solution"}],
+        description="our column names to the data's, such as {prompt: question}",
+    )  # fmt: skip
+    dataset_cache_dir: PathText | None = Field(
+        None, examples=["cache", "/data/cache"], description="where downloaded data lies; default: the library's"
+    )
+    streaming: bool = Field(False, description="read a hub data set while training")
+    shuffle: bool = Field(True, description="a new seeded order each epoch")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the algorithm and its numbers")
 
     # batch words: rows, see docs/batch-words.md
-    rollout_batch_size: int = Field(64, ge=1)
-    train_batch_size: int | None = Field(None, ge=1)  # default: rollout_batch_size
-    mini_batch_size: int | None = Field(None, ge=1)  # default: micro x accumulation, else train_batch_size
-    micro_batch_size: int | None = Field(None, ge=1)  # default: the largest divisor of the mini-batch up to 16
-    gradient_accumulation_steps: int | None = Field(None, ge=1)
-    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    group_size: int | None = Field(None, ge=1)  # samples per prompt; default 1 for ppo, 8 for grpo and rloo
-    num_rollout_workers: int = Field(1, ge=1)
+    rollout_batch_size: int = Field(64, ge=1, description="rows sampled per rollout, a multiple of group_size")
+    train_batch_size: int = Field(
+        None, ge=1, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
+    )
+    mini_batch_size: int = Field(
+        None, ge=1, description="rows of one optimizer step over all devices; default: micro_batch_size x "
+        "gradient_accumulation_steps, else train_batch_size",
+    )  # fmt: skip
+    micro_batch_size: int = Field(
+        None, ge=1, description="most rows in one forward on one device, memory only; default: the mini-batch's largest "
+        "divisor up to 16",
+    )  # fmt: skip
+    gradient_accumulation_steps: int = Field(
+        None, ge=1, description="micro-batches of one optimizer step over all devices; default: mini / micro"
+    )
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1, description="token limit of one forward; null: none")
+    group_size: int = Field(None, ge=1, description="responses per prompt; default: 1 for ppo, 8 for grpo and rloo")
+    num_rollout_workers: int = Field(1, ge=1, description="concurrent feeders of the generation engine")
 
     # lengths, in tokens of the policy
-    max_prompt_length: int = Field(512, ge=1)
-    max_response_length: int = Field(512, ge=1)
-    overlong: Literal["truncate", "filter", "error"] = "truncate"  # prompts; truncate keeps the end
+    max_prompt_length: int = Field(512, ge=1, description="tokens of a prompt, chat template included")
+    max_response_length: int = Field(512, ge=1, description="tokens sampled at most")
+    overlong: Literal["truncate", "filter", "error"] = Field(
+        "truncate", description="prompts over max_prompt_length: keep their end, leave them out, or stop; counted"
+    )
 
     # KL to the starting policy
-    init_kl_coef: float | None = Field(None, ge=0)  # default 0.1 for ppo, 0 for the others
-    kl_target: float | None = Field(None, gt=0)  # set: adaptive controller
-    kl_horizon: int = Field(10_000, ge=1)  # rows
+    init_kl_coef: float = Field(None, ge=0, description="weight of the KL penalty; default: 0.1 for ppo, else 0")
+    kl_sample_rows: int = Field(
+        0,
+        ge=0,
+        description="with init_kl_coef 0: rows per lap on which KL is measured; 0: not measured, no reference kept",
+    )
+    kl_target: float | None = Field(None, gt=0, description="KL per response that an adaptive controller aims at")
+    kl_horizon: int = Field(10_000, ge=1, description="rows over which the controller moves")
 
     # the run
-    total_steps: int | None = Field(None, ge=1)
-    total_epochs: float | None = Field(None, gt=0)  # default 1 epoch when neither is given
-    seed: int = 0
-    run_dir: str = "runs/default"
-    gradient_checkpointing: bool = True
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    device_map: dict[str, Any] = Field(default_factory=dict)
-    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    total_steps: int | None = Field(None, ge=1, description="laps; this or total_epochs")
+    total_epochs: float | None = Field(None, gt=0, description="passes over the data; default 1 without total_steps")
+    seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
+    run_dir: PathText = Field(
+        "runs/default", examples=["runs/default", "runs/mine"], description="where the run writes"
+    )
+    gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass: less memory")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how responses are sampled")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out prompts")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is saved when")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics go beside metrics.jsonl")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="where workers run")
+    device_map: dict[str, Any] = Field(
+        default_factory=dict, examples=[{"actor": "cpu"}, {"actor": [0]}],
+        description="role to `cpu` or a list with one GPU's number, the same for all; default: the first GPU, else cpu",
+    )  # fmt: skip
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = Field(
+        "INFO", description="DEBUG adds each stage's share of the step"
+    )
+
+    @field_validator("device_map")
+    @classmethod
+    def _one_device(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """A GPU number becomes a list of one; all roles name the same device, because there is one process."""
+        devices = {role: [d] if type(d) is int else d for role, d in value.items()}
+        for role, device in devices.items():
+            if role not in get_args(Role):
+                raise ValueError(f"{role!r} is no role: one of {', '.join(get_args(Role))}")
+            if device == []:
+                raise ValueError(f"{role} has no device: it needs at least 1, such as cpu or [0]")
+            if device != "cpu" and not (isinstance(device, list) and all(type(d) is int and d >= 0 for d in device)):
+                raise ValueError(f"{role} must be on cpu or on a list of GPU numbers, such as cpu or [0]")
+        distinct = {d for device in devices.values() for d in ([device] if device == "cpu" else device)}
+        if len(distinct) > 1:
+            names = ", ".join(sorted(map(str, distinct)))
+            raise ValueError(f"names {len(distinct)} devices ({names}): in one process all roles share one, cpu or [0]")
+        return devices

@@ -1,0 +1,48 @@
+"""G05: a loss must not depend on how its rows are cut into micro-batches and ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases.binary_policy import Row, accumulate
+from verl.seats import seat
+
+ROWS: list[Row] = [([1], [1], 1.0), ([1, 1, 1], [1, 1, 1], -1.0)]
+
+
+def over(rows: list[Row], mode: str, *, ranks: int = 1, micro: int = 1, mini: int | None = None) -> list:
+    """Loss and gradient of each mini-batch, summed over its ranks."""
+    lengths = [len(tokens) for tokens, _, _ in rows]
+    groups = list(range(len(rows)))
+    shape = {"ranks": ranks, "mini_batch_rows": mini or len(rows), "micro_rows": micro}
+    result = []
+    for step in seat([1] * len(rows), lengths, groups, **shape).mini_batches:
+        shares = [accumulate(rows, micros, step.totals, mode) for micros in step.ranks]
+        result.append(tuple(map(sum, zip(*shares, strict=True))))
+    return result
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (1, 1), (2, 1)])
+def test_token_mean(ranks, micro):
+    assert over(ROWS, "token-mean", ranks=ranks, micro=micro) == [pytest.approx((0.5, 0.25))]
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (1, 1), (2, 1)])
+def test_sequence_mean_of_the_same_rows_is_another_number(ranks, micro):
+    assert over(ROWS, "seq-mean-token-mean", ranks=ranks, micro=micro) == [pytest.approx((0.0, 0.0))]
+
+
+def test_four_equal_micro_batches_are_not_divided_again():
+    (whole,) = over(ROWS, "token-mean", micro=2)
+    (accumulated,) = over(ROWS * 4, "token-mean", micro=2)
+    assert accumulated == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_denominators_are_those_of_the_optimizer_step(mode):
+    rows = [([1], [1], 2.0), ([1, 1], [1, 1], 1.0)]
+    (intended,) = over(rows, mode, micro=2)
+    # A lap of 4 micro-batches with 2 of them per optimizer step: twice the intended gradient, not twice a half of it.
+    assert over(rows * 4, mode, micro=2, mini=4) == [pytest.approx(intended)] * 2
+    # An optimizer step over 4 generation batches of 8 micro-batches each: once the intended gradient, not 4 times.
+    assert over(rows * 32, mode, micro=2) == [pytest.approx(intended)]

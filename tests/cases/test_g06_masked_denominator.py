@@ -1,0 +1,46 @@
+"""G06: masked responses leave the numerator and the denominator, over all ranks; nothing left is exactly nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cases.binary_policy import Row, accumulate, on_ranks
+from verl.algorithms.reduce import reduce_loss, totals_of
+from verl.seats import Totals, seat
+
+LENGTHS = torch.tensor([10, 5, 15])
+ROW = torch.repeat_interleave(torch.arange(3), LENGTHS)
+LOSSES = torch.ones(30)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_truncated_response_leaves_both(mode):
+    mask = ROW != 1
+    totals = totals_of(mask, ROW, 3)
+    assert totals == Totals(tokens=25, rows=2)
+    assert reduce_loss(LOSSES, mask, ROW, 3, mode, totals).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_seats_know_the_same_denominators():
+    shape = {"ranks": 2, "mini_batch_rows": 3, "micro_rows": 1}
+    (mini,) = seat([4] * 3, LENGTHS.tolist(), [0] * 3, loss_tokens=[10, 0, 15], **shape).mini_batches
+    assert mini.totals == Totals(tokens=25, rows=2)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_every_response_truncated(mode):
+    rows: list[Row] = [([1, 0, 1], [0, 0, 0], 1.0), ([1], [0], -1.0)]
+    (mini,) = seat([4] * 2, [3, 1], [0] * 2, ranks=1, mini_batch_rows=2, micro_rows=1, loss_tokens=[0, 0]).mini_batches
+    assert mini.totals.tokens == 0  # what the caller counts as an empty batch, and takes no optimizer step on
+    assert accumulate(rows, mini.ranks[0], mini.totals, mode) == (0.0, 0.0)
+
+
+def test_one_rank_fully_masked_of_two(tmp_path):
+    rows: list[Row] = [([1, 0, 1, 1], [1, 1, 1, 1], 0.7), ([1, 1, 1, 1], [0, 0, 0, 0], -1.0)]
+    (mini,) = seat([4] * 2, [4, 4], [0] * 2, ranks=2, mini_batch_rows=2, micro_rows=1, loss_tokens=[4, 0]).mini_batches
+    assert mini.ranks == [[[0]], [[1]]]
+    alone = accumulate(rows[:1], [[0]], Totals(tokens=4, rows=1), "token-mean")
+    for rank in on_ranks(tmp_path, rows, mini, "token-mean"):
+        assert (rank["loss"], rank["gradient"]) == pytest.approx(alone, abs=1e-12)
+        assert rank["passes"] == 1

@@ -1,0 +1,208 @@
+"""Read a configuration, judge all of it before anything loads, fill in what is derived; and write it back."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from verl.config import batch_words, schema
+from verl.config.errors import ConfigError
+from verl.config.model import CriticConfig
+from verl.config.notes import memory_advice, notes
+from verl.config.rules import check_context, default_kl_coef, number_of_rewards, violations
+from verl.config.run import RunConfig
+from verl.config.section import Section
+
+__all__ = ["check_context", "dump", "load_config", "memory_advice", "notes"]
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, partial: bool = False, **values: Any
+) -> RunConfig:
+    """The resolved configuration: file, then ``overrides`` (``"a.b=value"``, the value in YAML), then ``values``.
+
+    ``values`` are top-level keys from Python: plain values, mappings (merged key by key), sections, and Python objects
+    where a key admits them (loaded modules, functions, data sets). ``partial``: model, data set and reward may still
+    be missing. Every derived key is filled in. Raises ``ConfigError`` with all violations in one message.
+    """
+    raw = _merged(_read(path, overrides), _plain_sections(values))
+    cfg, details = _validate(_without_nulls(raw, RunConfig))
+    wrong = [".".join(key) for key in details]
+    messages = [_message(detail, cfg) for detail in details.values()] + [
+        v.text for v in violations(cfg, partial=partial) if not any(_touches(k, w) for k in v.keys for w in wrong)
+    ]
+    if messages:
+        where = f"{path}: " if path is not None else ""
+        count = "1 setting is wrong" if len(messages) == 1 else f"{len(messages)} settings are wrong"
+        raise ConfigError(f"{where}{count}\n" + "\n".join(f"  {m}" for m in messages))
+    return _resolved(cfg)
+
+
+def dump(cfg: RunConfig) -> str:
+    """YAML of every key, which ``load_config`` reads back to an equal configuration.
+
+    Importable functions become ``module:function``, other Python objects ``<name>``, which must be passed again from
+    Python. ``gradient_accumulation_steps`` is left out (``mini_batch_size`` says it), so one override changes the
+    micro-batch of a finished file.
+    """
+    plain = _plain(cfg)
+    del plain["gradient_accumulation_steps"]
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+# -- read ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """The file's keys with the overrides in place."""
+    bad = [o for o in overrides if not o.partition("=")[0].strip() or "=" not in o]
+    if bad:
+        raise ConfigError(f"not an override: {', '.join(map(repr, bad))}; write key=value, such as algorithm.name=grpo")
+    try:
+        file = OmegaConf.load(path) if path is not None else OmegaConf.create()
+        if not OmegaConf.is_dict(file):
+            raise ConfigError(f"{path}: must hold keys and values, such as `seed: 1`")
+        merged = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
+        keys: Any = OmegaConf.to_container(merged, resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path or 'overrides'}: can't be read: {error}") from error
+    return keys
+
+
+def _plain_sections(value: Any) -> Any:
+    """Sections become mappings of the keys that were set; everything else stays the object it is."""
+    if isinstance(value, Section):
+        return {
+            key: _plain_sections(getattr(value, key))
+            for key in type(value).model_fields
+            if key in value.model_fields_set
+        }
+    return {k: _plain_sections(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _merged(under: Any, over: Any) -> Any:
+    """``over`` wins; mappings are merged key by key."""
+    if isinstance(under, dict) and isinstance(over, dict):
+        return under | {key: _merged(under.get(key), value) for key, value in over.items()}
+    return over
+
+
+def _without_nulls(raw: Any, section: type[Section]) -> Any:
+    """Drop ``null`` where it isn't a value of the key's own, such as that of a section whose keys are all left out."""
+    if not isinstance(raw, dict):
+        return raw
+    kept: dict[str, Any] = {}
+    for key, value in raw.items():
+        field = section.model_fields.get(key)
+        if value is None and field is not None and not schema.admits_none(field):
+            continue
+        inner = schema.section_of(field)
+        kept[key] = _without_nulls(value, inner) if inner else value
+    return kept
+
+
+# -- judge ---------------------------------------------------------------------------------------------------------
+
+
+def _validate(raw: dict[str, Any]) -> tuple[RunConfig, dict[schema.Path, Any]]:
+    """The configuration without its wrong keys, and pydantic's first finding on each of those."""
+    found: dict[schema.Path, Any] = {}
+    while True:
+        try:
+            return RunConfig.model_validate(raw), found
+        except ValidationError as error:
+            before = len(found)
+            for detail in error.errors(include_url=False):
+                key, _, _ = schema.locate(detail["loc"])
+                if key not in found:
+                    found[key] = detail
+                    raw = _without(raw, key)
+            if len(found) == before:  # nothing left to take away: the schema's own defaults are wrong
+                raise
+
+
+def _message(detail: Any, cfg: RunConfig) -> str:
+    """What pydantic found on one key. ``cfg``: the configuration without it, for settings that suit the rest."""
+    key, field, within = schema.locate(detail["loc"])
+    name = ".".join(key)
+    if field is None:
+        return f"{name} is not a key; did you mean {schema.nearest_key(key)}?"
+    spot = "".join(f"[{part}]" for part in within[:1] if isinstance(part, int))
+    text = f"{name}{spot} is {_shown(detail['input'])}: "
+    if detail["type"] == "value_error":
+        return text + str(detail["ctx"]["error"])
+    if schema.section_of(field):
+        return text + "must be a mapping of keys (see docs/configuration.md)"
+    text += f"must be {schema.rule(field)}"
+    settings = batch_words.valid(batch_words.words_of(cfg), name) if name in batch_words.KEYS else ()
+    settings = settings or schema.valid_settings(field)
+    if len(settings) == 2 and not schema.lists_its_values(field):
+        text += f", such as {' or '.join(_shown(s) for s in settings)}"
+    elif len(settings) == 1:
+        text += ", nothing else is built yet"
+    return f"{text} ({field.description})"
+
+
+def _without(raw: dict[str, Any], key: schema.Path) -> dict[str, Any]:
+    """A copy that lacks one key."""
+    head, rest = key[0], key[1:]
+    if not rest:
+        return {k: v for k, v in raw.items() if str(k) != head}
+    return raw | {head: _without(raw[head], rest)} if isinstance(raw.get(head), dict) else raw
+
+
+def _touches(key: str, wrong: str) -> bool:
+    return key == wrong or key.startswith(wrong + ".")
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML spells it, cut when long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return reprlib.repr(value)
+
+
+# -- derive and write ----------------------------------------------------------------------------------------------
+
+
+def _resolved(cfg: RunConfig) -> RunConfig:
+    """Everything derived filled in, as if the file had said it."""
+    filled: dict[str, Any] = {**batch_words.derived(cfg), "init_kl_coef": default_kl_coef(cfg)}
+    if cfg.total_steps is None and cfg.total_epochs is None:
+        filled["total_epochs"] = 1.0
+    if cfg.reward_weights is None and number_of_rewards(cfg):
+        filled["reward_weights"] = [1.0] * number_of_rewards(cfg)
+    if cfg.algorithm.needs_critic:
+        critic = cfg.critic_model_config or CriticConfig()
+        filled["critic_model_config"] = critic.model_copy(update={"dtype": cfg.actor_model_config.dtype})
+    return cfg.model_copy(update=filled)
+
+
+def _plain(value: Any) -> Any:
+    """Only mappings, lists and scalars; text that omegaconf would read as a reference is escaped."""
+    if isinstance(value, Section):
+        return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    return value if value is None or isinstance(value, bool | int | float) else _name(value)
+
+
+def _name(value: Any) -> str:
+    """``module:function`` where a new process could import it, else ``<name>``."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module and name and module != "__main__" and "<" not in name:
+        return f"{module}:{name}"
+    return f"<{(name or type(value).__name__).strip('<>')}>"

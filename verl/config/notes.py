@@ -1,0 +1,91 @@
+"""What a person should know before the run starts, and what to change when memory runs out."""
+
+from __future__ import annotations
+
+import os
+
+from verl.config.algorithm import READ_ONLY_BY
+from verl.config.run import RunConfig
+
+MOST_WORKERS_PER_CORE = 1.5
+
+
+def notes(cfg: RunConfig) -> list[str]:
+    """Lines for the start of a run: what a lap is made of, then warnings."""
+    return [*_batch(cfg), *(f"warning: {line}" for line in _warnings(cfg))]
+
+
+def memory_advice(cfg: RunConfig) -> str:
+    """What to change when memory runs out; the mini-batch stays, so the training does too."""
+    micro, mini = cfg.micro_batch_size, cfg.mini_batch_size
+    tips: list[str] = []
+    if micro > 1:
+        less = max(d for d in range(1, micro // 2 + 1) if mini % d == 0)
+        tips.append(
+            f"micro_batch_size={less} gradient_accumulation_steps={mini // less} instead of {micro}, {mini // micro} "
+            f"(the same training: an optimizer step keeps its {mini} rows)"
+        )
+    if not cfg.gradient_checkpointing:
+        tips.append("gradient_checkpointing=true (the same training, slower)")
+    if cfg.rollout.max_rows > 1:
+        tips.append(f"while generating: rollout.max_rows={cfg.rollout.max_rows // 2} instead of {cfg.rollout.max_rows}")
+    if not cfg.actor_model_config.use_lora:
+        tips.append("actor_model_config.use_lora=true (another training: only adapters learn)")
+    tips.append(f"max_response_length={max(cfg.max_response_length // 2, 1)} instead of {cfg.max_response_length}")
+    return "out of memory; in this order, try: " + "; ".join(tips)
+
+
+def _batch(cfg: RunConfig) -> list[str]:
+    train, rollout, group, mini = cfg.train_batch_size, cfg.rollout_batch_size, cfg.group_size, cfg.mini_batch_size
+    steps, epochs = train // mini, cfg.algorithm.update_epochs
+    passes = f" ({steps} x {epochs} passes)" if epochs > 1 else ""
+    return [
+        f"a lap: {train} rows = {_count(train // rollout, 'rollout')} of {rollout} rows "
+        f"({_count(rollout // group, 'prompt')} x {_count(group, 'response')})",
+        f"an optimizer step: {mini} rows over all devices = {_count(cfg.gradient_accumulation_steps, 'micro-batch')} of "
+        f"{cfg.micro_batch_size} rows; {_count(steps * epochs, 'step')} per lap{passes}",
+    ]
+
+
+def _count(n: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{n} {what}{plural if n != 1 else ''}"
+
+
+def _warnings(cfg: RunConfig) -> list[str]:
+    found: list[str] = []
+    rollout, algorithm = cfg.rollout, cfg.algorithm
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != off:
+            found.append(
+                f"rollout.{key} is {value:g}: responses come from a renormalised density, which the trainer does not "
+                f"recompute, so ratio and KL are off from the start; {key} {off:g} samples the density that is trained"
+            )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cfg.num_rollout_workers > MOST_WORKERS_PER_CORE * cores:
+        found.append(
+            f"num_rollout_workers is {cfg.num_rollout_workers}, more than {MOST_WORKERS_PER_CORE} x the {cores} cores: "
+            "they will wait for each other"
+        )
+    for key, readers in READ_ONLY_BY.items():
+        value = getattr(algorithm, key)
+        if algorithm.name not in readers and value != type(algorithm).model_fields[key].default:
+            found.append(
+                f"algorithm.{key} is {value}, but {algorithm.name} doesn't read it ({', '.join(readers)} does)"
+            )
+    roles = {"actor_model_config": cfg.actor_model_config, "critic_model_config": cfg.critic_model_config}
+    for role, model in roles.items():
+        if model is None:
+            continue
+        lora = ("lora_r", "lora_alpha", "lora_target_modules")
+        unread = [key for key in lora if getattr(model, key) != type(model).model_fields[key].default]
+        if unread and not model.use_lora:
+            found.append(f"{role}.{', '.join(unread)} without use_lora: no adapters are made")
+        if model.fsdp_config.sharding_strategy != "NO_SHARD" and "fsdp_config" in model.model_fields_set:
+            found.append(
+                f"{role}.fsdp_config.sharding_strategy is {model.fsdp_config.sharding_strategy}: with one process "
+                "nothing is sharded"
+            )
+    if cfg.eval.every_steps and cfg.eval.dataset is None:
+        found.append(f"eval.every_steps is {cfg.eval.every_steps} without eval.dataset: nothing is evaluated")
+    return found

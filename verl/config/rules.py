@@ -1,0 +1,190 @@
+"""Rules between keys. Each violation says what is wrong, the value, the rule, and settings that would be valid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config import batch_words
+from verl.config.errors import ConfigError
+from verl.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Violation:
+    """``keys``: the dotted keys it speaks of. Where one of them is wrong by itself, this isn't reported as well."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def violations(cfg: RunConfig, *, partial: bool) -> Iterator[Violation]:
+    """Broken rules of a configuration whose single values are all valid. ``partial``: the rest comes later."""
+    if not partial:
+        yield from _required(cfg)
+    yield from _batch(cfg)
+    yield from _lengths(cfg)
+    yield from _algorithm(cfg)
+    yield from _models(cfg)
+    yield from _rewards(cfg)
+    if cfg.total_steps is not None and cfg.total_epochs is not None:
+        yield Violation(
+            ("total_steps", "total_epochs"),
+            f"total_steps is {cfg.total_steps} and total_epochs is {cfg.total_epochs:g}: only one can end the run; "
+            f"keep total_steps {cfg.total_steps} or total_epochs {cfg.total_epochs:g}",
+        )
+
+
+def check_context(cfg: RunConfig, limit: int) -> None:
+    """``ConfigError`` if prompt and response may not fit a model of ``limit`` positions, known once it is loaded."""
+    found = _context(cfg, limit)
+    if found:
+        raise ConfigError(found.text)
+
+
+def number_of_rewards(cfg: RunConfig) -> int:
+    return len(cfg.reward_fn) + (cfg.reward_model_config is not None)
+
+
+def _required(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.actor_model_config.model_name_or_path is None:
+        yield _missing("actor_model_config.model_name_or_path", "the model to train", "gpt2", "models/mine")
+    if cfg.dataset is None:
+        yield _missing("dataset", "the prompts", "data/prompts.jsonl", "{name: arithmetic}")
+    if number_of_rewards(cfg) == 0:
+        keys = ("reward_fn", "reward_model_config", "reward_weights")
+        text = "there is no reward: set reward_fn my_rewards:score or reward_model_config.model_name_or_path some/model"
+        yield Violation(keys, text)
+
+
+def _missing(key: str, what: str, *examples: str) -> Violation:
+    return Violation((key,), f"{key} is missing ({what}): set it to {' or '.join(examples)}")
+
+
+def _batch(cfg: RunConfig) -> Iterator[Violation]:
+    words = batch_words.words_of(cfg)
+    for fault in batch_words.faults(words):
+        keys = fault.keys + (("algorithm.name",) if "group_size" in fault.keys else ())
+        yield Violation(keys, f"{fault.text}; {batch_words.advice(words, fault)}")
+
+
+def _lengths(cfg: RunConfig) -> Iterator[Violation]:
+    longest = cfg.max_prompt_length + cfg.max_response_length
+    budget = cfg.max_tokens_per_micro_batch
+    if budget is not None and budget < longest:
+        yield Violation(
+            ("max_tokens_per_micro_batch", "max_prompt_length", "max_response_length"),
+            f"max_tokens_per_micro_batch is {budget}: must hold one row, max_prompt_length {cfg.max_prompt_length} + "
+            f"max_response_length {cfg.max_response_length}; max_tokens_per_micro_batch {longest} or {2 * longest} would fit",
+        )
+    limit = _positions(cfg.actor_model_config.model_name_or_path)
+    found = _context(cfg, limit) if limit is not None else None
+    if found:
+        yield found
+
+
+def _context(cfg: RunConfig, limit: int) -> Violation | None:
+    prompt, response = cfg.max_prompt_length, cfg.max_response_length
+    if prompt + response <= limit:
+        return None
+    half = max(limit // 2, 1)
+    settings = [f"max_prompt_length {limit - response}"] if response < limit else []
+    settings += [f"max_response_length {limit - prompt}"] if prompt < limit else []
+    settings += [f"max_prompt_length {limit - half} with max_response_length {half}"]
+    return Violation(
+        ("max_prompt_length", "max_response_length", "actor_model_config.model_name_or_path"),
+        f"max_prompt_length is {prompt} and max_response_length is {response}: together they must not exceed the "
+        f"model's {limit} positions; {' or '.join(settings[:2])} would fit",
+    )
+
+
+def _positions(model: Any) -> int | None:
+    """Positions of a model whose configuration can be read without loading anything: a folder, or a loaded module."""
+    if isinstance(model, str):
+        file = Path(model) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    else:
+        module_config = getattr(model, "config", None)
+        config = module_config.to_dict() if hasattr(module_config, "to_dict") else {}
+    for owner in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions"):
+            if isinstance(owner.get(key), int):
+                return owner[key]
+    return None
+
+
+def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
+    algorithm = cfg.algorithm
+    low, high, both = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio
+    clip_keys = ("algorithm.clip_ratio", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
+    fit = "algorithm.clip_ratio 0.2, or algorithm.clip_ratio_low 0.2 with algorithm.clip_ratio_high 0.28, would fit"
+    if both is not None and (low is not None or high is not None):
+        sides = " and ".join(f"{k} {v:g}" for k, v in zip(clip_keys[1:], (low, high), strict=True) if v is not None)
+        yield Violation(
+            clip_keys, f"algorithm.clip_ratio is {both:g} beside {sides}: the clip is symmetric or asymmetric; {fit}"
+        )
+    elif (low is None) != (high is None):
+        given, absent = (clip_keys[1], clip_keys[2]) if high is None else (clip_keys[2], clip_keys[1])
+        yield Violation(clip_keys, f"{given} is {low or high:g} without {absent}: an asymmetric clip needs both; {fit}")
+    if cfg.kl_target is not None and default_kl_coef(cfg) == 0:
+        yield Violation(
+            ("kl_target", "init_kl_coef", "algorithm.name"),
+            f"kl_target is {cfg.kl_target:g} and init_kl_coef is 0: the controller scales the coefficient, so it must "
+            "start above 0; init_kl_coef 0.1 or 0.01 would fit",
+        )
+
+
+def default_kl_coef(cfg: RunConfig) -> float:
+    """``init_kl_coef``, or the algorithm's default where it isn't given."""
+    given: float | None = cfg.init_kl_coef
+    return given if given is not None else 0.1 if cfg.algorithm.name == "ppo" else 0.0
+
+
+def _models(cfg: RunConfig) -> Iterator[Violation]:
+    critic, actor, algorithm = cfg.critic_model_config, cfg.actor_model_config, cfg.algorithm
+    if cfg.reward_model_config is not None and cfg.reward_model_config.model_name_or_path is None:
+        yield _missing("reward_model_config.model_name_or_path", "the model that scores", "some/model", "models/reward")
+    if critic is None:
+        return
+    if not algorithm.needs_critic:
+        yield Violation(
+            ("critic_model_config", "algorithm.name"),
+            f"critic_model_config is given, but {algorithm.name} has no critic; critic_model_config null or "
+            "algorithm.name ppo would fit",
+        )
+    if "dtype" in critic.model_fields_set and critic.dtype != actor.dtype:
+        yield Violation(
+            ("actor_model_config.dtype", "critic_model_config.dtype"),
+            f"actor_model_config.dtype is {actor.dtype} and critic_model_config.dtype is {critic.dtype}: actor and "
+            f"critic compute in one dtype; {actor.dtype} or {critic.dtype} for both would fit",
+        )
+    if critic.shares is not None:
+        own = [
+            name
+            for name, given in (
+                ("model_name_or_path", critic.model_name_or_path is not None),
+                ("use_lora", critic.use_lora),
+            )
+            if given
+        ]
+        for name in own:
+            key = f"critic_model_config.{name}"
+            yield Violation(
+                (key, "critic_model_config.shares"),
+                f"{key} is {getattr(critic, name)!s} with critic_model_config.shares {critic.shares}: a head on the "
+                f"actor's backbone has no model of its own; leave out {key} or critic_model_config.shares",
+            )
+
+
+def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+    count, weights = number_of_rewards(cfg), cfg.reward_weights
+    if weights is not None and count and len(weights) != count:
+        ones, halves = [1.0] * count, [1.0] + [0.5] * (count - 1)
+        yield Violation(
+            ("reward_weights", "reward_fn", "reward_model_config"),
+            f"reward_weights is {weights}: {len(weights)} weights for {count} rewards (each reward_fn, then the reward "
+            f"model); {ones} or {halves if count > 1 else [0.5]} would fit",
+        )

@@ -1,0 +1,67 @@
+"""What every section of the configuration has in common, and the values that may be Python objects.
+
+A file holds names; from Python the same keys also take loaded modules, functions and data sets. They pass through
+unchanged, ``dump`` writes importable functions as ``module:function`` and everything else as ``<name>``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors, types are not guessed, values never change afterwards."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> Any:
+    """Paths become text; empty names and the ``<name>`` of an object that was dumped are refused."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("must not be empty")
+    if isinstance(value, str) and value.startswith("<"):
+        raise ValueError("stands for a Python object, which a file can't hold: pass the object from Python again")
+    return value
+
+
+def _model(value: Any) -> Any:
+    value = _text(value)
+    if value is not None and not isinstance(value, str) and not callable(getattr(value, "parameters", None)):
+        raise ValueError(
+            "must be a hub name, a folder or (from Python) a loaded module, such as 'gpt2' or 'models/mine'"
+        )
+    return value
+
+
+def _rewards(value: Any) -> list[Any]:
+    entries = [_text(v) for v in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
+    if not all(isinstance(e, str) or callable(e) for e in entries):
+        raise ValueError("must be 'module:function', a rule's name, a list of these, or (from Python) functions")
+    return entries
+
+
+def _data(value: Any) -> Any:
+    value = _text(value)
+    if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
+        raise ValueError("a mapping needs its name, such as {name: arithmetic} or {name: reasoning-gym, task: gcd}")
+    if value is not None and (isinstance(value, bytes) or not hasattr(value, "__iter__") and not _indexable(value)):
+        raise ValueError("must be a file, a folder, a hub name, {name: ...} or (from Python) a data set")
+    return value
+
+
+def _indexable(value: Any) -> bool:
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+ModelSource = Annotated[Any, AfterValidator(_model)]
+DataSource = Annotated[Any, AfterValidator(_data)]
+RewardSources = Annotated[list[Any], BeforeValidator(_rewards)]
+PathText = Annotated[str, BeforeValidator(_text)]

@@ -26,15 +26,21 @@ COLUMNS: dict[str, Column] = {
         Column("prompt_ids", "int64", "BP", "data.next", "prompt tokens as the policy sees them, no padding"),
         Column("group", "int64", "B", "data.next", "number of the row's prompt within the lap; equal for its samples"),
         Column("response_ids", "int64", "BR", "rollout.generate", "sampled tokens, the end-of-sequence token included"),
-        Column("response_mask", "bool", "BR", "rollout.generate", "True on tokens the policy chose, False on tool tokens"),
-        Column("sampled_logprobs", "float32", "BR", "rollout.generate", "log-probability under the sampled-from density"),
+        Column(
+            "response_mask", "bool", "BR", "rollout.generate", "True on tokens the policy chose, False on tool tokens"
+        ),
+        Column(
+            "sampled_logprobs", "float32", "BR", "rollout.generate", "log-probability under the sampled-from density"
+        ),
         Column("finish_reason", "str", "B", "rollout.generate", "stop, length or abort"),
         Column("version", "int64", "B", "rollout.generate", "weights version that sampled the row"),
         Column("scores", "float64", "B", "reward.score", "total reward of the row; NaN where every reward abstained"),
         Column("old_logprobs", "float32", "BR", "actor.logprobs", "log-probability by the trainer before the update"),
         Column("ref_logprobs", "float32", "BR", "reference.logprobs", "log-probability by the frozen starting policy"),
         Column("values", "float32", "BR", "critic.values", "value before each response token"),
-        Column("advantages", "float32", "BR", "actor.advantages", "advantage of each response token; 0 outside the mask"),
+        Column(
+            "advantages", "float32", "BR", "actor.advantages", "advantage of each response token; 0 outside the mask"
+        ),
         Column("returns", "float32", "BR", "actor.advantages", "value target of each response token"),
     )
 }

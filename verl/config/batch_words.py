@@ -58,7 +58,7 @@ KEYS = tuple(field.name for field in fields(BatchWords) if field.name != "least_
 
 @dataclass(frozen=True)
 class Fault:
-    """One broken rule: the key to blame, what is wrong, all keys it speaks of, and those that could be set otherwise."""
+    """One broken rule: the key to blame, what is wrong, the keys it speaks of, and those that could change."""
 
     key: str
     text: str
@@ -113,12 +113,10 @@ def faults(words: BatchWords) -> list[Fault]:
     if mini and train % mini:
         broken("mini_batch_size", f"must divide {lap[0]} {train}", *lap)
     if mini and micro and steps and micro * steps != mini:
-        broken(
-            "gradient_accumulation_steps",
-            f"with micro_batch_size {micro} that is {micro * steps} rows per optimizer step, but mini_batch_size is {mini}",
-            "micro_batch_size", "mini_batch_size",
-            remedies=("gradient_accumulation_steps", "mini_batch_size"),
-        )  # fmt: skip
+        text = f"with micro_batch_size {micro} that is {micro * steps} rows per optimizer step"
+        remedies = ("gradient_accumulation_steps", "mini_batch_size")
+        text += f", but mini_batch_size is {mini}"
+        broken(remedies[0], text, "micro_batch_size", "mini_batch_size", remedies=remedies)
     elif mini and micro and mini % micro:
         broken("micro_batch_size", f"must divide mini_batch_size {mini}", "mini_batch_size")
     elif mini and steps and mini % steps:
@@ -144,7 +142,7 @@ def advice(words: BatchWords, fault: Fault) -> str:
     near = [(key, value) for key in fault.remedies for value in _nearest(words, key, fault.key)][:2]
     if not fit or fault.key != "train_batch_size" or fit == near:
         return f"{_settings(fit or near)} would fit"
-    return f"{_settings(near)} would fit, with the other sizes as they are {_settings(fit)}"
+    return f"{_settings(near)} would fit; with the other sizes as they are, {_settings(fit)}"
 
 
 def valid(words: BatchWords, key: str) -> list[int]:

@@ -59,7 +59,7 @@ class ModelConfig(Section):
     load_in_4bit: Literal[False] = Field(False, description="4-bit base under the adapters (QLoRA)")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / r; default: 2 * lora_r")
-    lora_target_modules: list[str] | str = Field(
+    lora_target_modules: str | list[str] = Field(
         "all-linear", examples=["all-linear", ["q_proj", "v_proj"]], description="modules that get an adapter"
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="a name is short for {name: ...}")

@@ -38,12 +38,13 @@ def memory_advice(cfg: RunConfig) -> str:
 def _batch(cfg: RunConfig) -> list[str]:
     train, rollout, group, mini = cfg.train_batch_size, cfg.rollout_batch_size, cfg.group_size, cfg.mini_batch_size
     steps, epochs = train // mini, cfg.algorithm.update_epochs
+    sampled = f"{_count(rollout // group, 'prompt')} x {_count(group, 'response')}"
+    forwards = f"{_count(cfg.gradient_accumulation_steps, 'micro-batch')} of {cfg.micro_batch_size} rows"
     passes = f" ({steps} x {epochs} passes)" if epochs > 1 else ""
+    taken = f"{_count(steps * epochs, 'step')} per lap{passes}"
     return [
-        f"a lap: {train} rows = {_count(train // rollout, 'rollout')} of {rollout} rows "
-        f"({_count(rollout // group, 'prompt')} x {_count(group, 'response')})",
-        f"an optimizer step: {mini} rows over all devices = {_count(cfg.gradient_accumulation_steps, 'micro-batch')} of "
-        f"{cfg.micro_batch_size} rows; {_count(steps * epochs, 'step')} per lap{passes}",
+        f"a lap: {train} rows = {_count(train // rollout, 'rollout')} of {rollout} rows ({sampled})",
+        f"an optimizer step: {mini} rows over all devices = {forwards}; {taken}",
     ]
 
 

@@ -75,10 +75,11 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     longest = cfg.max_prompt_length + cfg.max_response_length
     budget = cfg.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
+        key = "max_tokens_per_micro_batch"
         yield Violation(
-            ("max_tokens_per_micro_batch", "max_prompt_length", "max_response_length"),
-            f"max_tokens_per_micro_batch is {budget}: must hold one row, max_prompt_length {cfg.max_prompt_length} + "
-            f"max_response_length {cfg.max_response_length}; max_tokens_per_micro_batch {longest} or {2 * longest} would fit",
+            (key, "max_prompt_length", "max_response_length"),
+            f"{key} is {budget}: must hold one row, max_prompt_length {cfg.max_prompt_length} + max_response_length "
+            f"{cfg.max_response_length}; {key} {longest} or {2 * longest} would fit",
         )
     limit = _positions(cfg.actor_model_config.model_name_or_path)
     found = _context(cfg, limit) if limit is not None else None
@@ -107,8 +108,8 @@ def _positions(model: Any) -> int | None:
         file = Path(model) / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
     else:
-        module_config = getattr(model, "config", None)
-        config = module_config.to_dict() if hasattr(module_config, "to_dict") else {}
+        to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+        config = to_dict() if callable(to_dict) else {}
     for owner in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "n_positions"):
             if isinstance(owner.get(key), int):

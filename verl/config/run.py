@@ -11,14 +11,12 @@ from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, Metr
 from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig
 from verl.config.section import DataSource, PathText, RewardSources, Section
 
+DERIVED: Any = None  # the default of keys that load_config fills in
 Role = Literal["actor", "critic", "reference", "reward_model", "rollout"]
 
 
 class RunConfig(Section):
-    """Every key of a configuration file.
-
-    A key whose type doesn't admit ``None`` but whose default is ``None`` is derived: ``load_config`` fills it in.
-    """
+    """Every key of a configuration file; ``load_config`` fills in the derived ones."""
 
     # what to train, on what, for what
     actor_model_config: ModelConfig = Field(default_factory=ModelConfig, description="the policy; needs a model")
@@ -31,7 +29,7 @@ class RunConfig(Section):
         description="`module:function`, a rule's name, a list of these, or (from Python) functions",
     )
     reward_weights: list[float] = Field(
-        None, strict=False, examples=[[1.0], [1.0, 0.5]],
+        DERIVED, strict=False, examples=[[1.0], [1.0, 0.5]],
         description="one per reward, the reward model's is the last; default 1 each",
     )  # fmt: skip
     reward_timeout: float | None = Field(60.0, gt=0, description="seconds that one row may take; null: no limit")
@@ -56,21 +54,21 @@ class RunConfig(Section):
     # batch words: rows, see docs/batch-words.md
     rollout_batch_size: int = Field(64, ge=1, description="rows sampled per rollout, a multiple of group_size")
     train_batch_size: int = Field(
-        None, ge=1, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
+        DERIVED, ge=1, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
     )
     mini_batch_size: int = Field(
-        None, ge=1, description="rows of one optimizer step over all devices; default: micro_batch_size x "
+        DERIVED, ge=1, description="rows of one optimizer step over all devices; default: micro_batch_size x "
         "gradient_accumulation_steps, else train_batch_size",
     )  # fmt: skip
     micro_batch_size: int = Field(
-        None, ge=1, description="most rows in one forward on one device, memory only; default: the mini-batch's largest "
-        "divisor up to 16",
+        DERIVED, ge=1, description="most rows in one forward on one device, memory only; default: the mini-batch's "
+        "largest divisor up to 16",
     )  # fmt: skip
     gradient_accumulation_steps: int = Field(
-        None, ge=1, description="micro-batches of one optimizer step over all devices; default: mini / micro"
+        DERIVED, ge=1, description="micro-batches of one optimizer step over all devices; default: mini / micro"
     )
     max_tokens_per_micro_batch: int | None = Field(None, ge=1, description="token limit of one forward; null: none")
-    group_size: int = Field(None, ge=1, description="responses per prompt; default: 1 for ppo, 8 for grpo and rloo")
+    group_size: int = Field(DERIVED, ge=1, description="responses per prompt; default: 1 for ppo, 8 for grpo and rloo")
     num_rollout_workers: int = Field(1, ge=1, description="concurrent feeders of the generation engine")
 
     # lengths, in tokens of the policy
@@ -81,7 +79,7 @@ class RunConfig(Section):
     )
 
     # KL to the starting policy
-    init_kl_coef: float = Field(None, ge=0, description="weight of the KL penalty; default: 0.1 for ppo, else 0")
+    init_kl_coef: float = Field(DERIVED, ge=0, description="weight of the KL penalty; default: 0.1 for ppo, else 0")
     kl_sample_rows: int = Field(
         0,
         ge=0,

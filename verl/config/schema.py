@@ -34,13 +34,13 @@ def admits_none(field: FieldInfo) -> bool:
     return any(kind in (Any, type(None)) for kind in _alternatives(field.annotation))
 
 
-def keys(section: type[Section] = RunConfig, above: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+def every_key(section: type[Section] = RunConfig, above: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
     """Every key in file order, a section before its own keys."""
     for name, field in section.model_fields.items():
         yield (*above, name), field
         inner = section_of(field)
         if inner:
-            yield from keys(inner, (*above, name))
+            yield from every_key(inner, (*above, name))
 
 
 def locate(loc: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None, tuple[int | str, ...]]:
@@ -68,8 +68,8 @@ def valid_settings(field: FieldInfo) -> list[Any]:
         return []
     default = field.get_default(call_default_factory=True, validated_data={})
     choices = [a for kind in _alternatives(field.annotation) if get_origin(kind) is Literal for a in get_args(kind)]
-    kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    adapter = TypeAdapter[Any](kind, config=ConfigDict(strict=True, allow_inf_nan=False))
     found: list[Any] = []
     for value in (*(field.examples or ()), default, *choices, *_CANDIDATES):
         if value is None or value in found:
@@ -89,7 +89,7 @@ def lists_its_values(field: FieldInfo) -> bool:
 
 def nearest_key(path: Path) -> str:
     """The known key that an unknown one most likely meant, as a dotted path."""
-    known = [p for p, _ in keys()]
+    known = [p for p, _ in every_key()]
     leaf = path[-1]
     elsewhere = [p for p in known if p[-1] == leaf]
     if elsewhere:
@@ -98,8 +98,11 @@ def nearest_key(path: Path) -> str:
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:
         return ".".join((*path[:-1], close[0]))
+    initials = "".join(word[0] for word in leaf.split("_") if word)  # learning_rate: lr
+    short = [p for p in known if p[-1] == initials]
+    short.sort(key=lambda p: p[:-1] != path[:-1])
     best = max(known, key=lambda p: difflib.SequenceMatcher(None, leaf, p[-1]).ratio())
-    return ".".join(best)
+    return ".".join(short[0] if short else best)
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -113,6 +116,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 def _kind_rule(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return "a name, a mapping or a Python object"
     if origin is Literal:
         names = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in args)
         return names if len(args) == 1 else f"one of {names}"

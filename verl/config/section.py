@@ -42,9 +42,13 @@ def _model(value: Any) -> Any:
 
 
 def _rewards(value: Any) -> list[Any]:
-    entries = [_text(v) for v in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
-    if not all(isinstance(e, str) or callable(e) for e in entries):
-        raise ValueError("must be 'module:function', a rule's name, a list of these, or (from Python) functions")
+    entries = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    functions = [_text(e.get("name") if isinstance(e, Mapping) else e) for e in entries]
+    if not all(isinstance(f, str) or callable(f) for f in functions):
+        raise ValueError(
+            "must be 'module:function', a rule's name, {name: one of these, option: value}, a list of these, or (from "
+            "Python) functions"
+        )
     return entries
 
 
@@ -52,13 +56,14 @@ def _data(value: Any) -> Any:
     value = _text(value)
     if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
         raise ValueError("a mapping needs its name, such as {name: arithmetic} or {name: reasoning-gym, task: gcd}")
-    if value is not None and (isinstance(value, bytes) or not hasattr(value, "__iter__") and not _indexable(value)):
+    if value is not None and not _is_data(value):
         raise ValueError("must be a file, a folder, a hub name, {name: ...} or (from Python) a data set")
     return value
 
 
-def _indexable(value: Any) -> bool:
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+def _is_data(value: Any) -> bool:
+    indexable = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return not isinstance(value, bytes) and (indexable or hasattr(value, "__iter__"))
 
 
 ModelSource = Annotated[Any, AfterValidator(_model)]

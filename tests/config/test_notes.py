@@ -1,0 +1,67 @@
+"""What the start prints, and the advice when memory runs out."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.config.samples import load
+from verl.config.load import memory_advice, notes
+
+FILE = {"rollout_batch_size": 128, "train_batch_size": 512, "micro_batch_size": 32, "gradient_accumulation_steps": 4}
+
+
+def warnings(**values) -> list[str]:
+    return [n.removeprefix("warning: ") for n in notes(load(**values)) if n.startswith("warning: ")]
+
+
+def test_rows_per_step_and_steps_per_lap():
+    lap, step = notes(load(**FILE, algorithm={"name": "grpo", "update_epochs": 2}))
+    assert lap == "a lap: 512 rows = 4 rollouts of 128 rows (16 prompts x 8 responses)"
+    assert step.endswith("128 rows over all devices = 4 micro-batches of 32 rows; 8 steps per lap (4 x 2 passes)")
+
+
+def test_no_warning_without_a_reason():
+    assert warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p is 0.9", "renormalised"]),
+        ({"rollout": {"top_k": 40}}, ["rollout.top_k is 40", "renormalised"]),
+        ({"num_rollout_workers": 2 * (os.cpu_count() or 1) + 2}, ["num_rollout_workers", "1.5 x"]),
+        ({"algorithm": {"name": "grpo", "lam": 0.95}}, ["algorithm.lam is 0.95", "grpo doesn't read it"]),
+        (
+            {"actor_model_config": {"model_name_or_path": "m", "lora_r": 8}},
+            ["actor_model_config.lora_r without use_lora"],
+        ),
+        (
+            {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}},
+            ["FULL_SHARD", "nothing is sharded"],
+        ),
+        ({"eval": {"every_steps": 5}}, ["eval.every_steps is 5 without eval.dataset"]),
+    ],
+)
+def test_warnings(values, words):
+    (text,) = warnings(**values)
+    for word in words:
+        assert word in text
+
+
+def test_memory_advice_keeps_the_mini_batch():
+    cfg = load(**FILE)
+    text = memory_advice(cfg)
+    assert "micro_batch_size=16 gradient_accumulation_steps=8 instead of 32, 4" in text
+    advised = {
+        key: int(value) for key, value in re.findall(r"(micro_batch_size|gradient_accumulation_steps)=(\d+)", text)
+    }
+    assert load(**(FILE | advised)).mini_batch_size == cfg.mini_batch_size
+
+
+def test_memory_advice_when_the_micro_batch_is_one_row():
+    text = memory_advice(load(micro_batch_size=1, gradient_checkpointing=False))
+    assert "micro_batch_size" not in text
+    assert "gradient_checkpointing=true" in text

@@ -1,0 +1,128 @@
+"""Flows: both forms, what they derive, and every way to draw one wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl import Actor, Critic, Data, DataFlow, Reference, RewardModel, Rollout
+from verl.config.load import load_config
+from verl.dataflow.nodes import FlowError
+from verl.trainer.flows import FLOWS, needs
+
+
+def config(**keys):
+    base = {"actor_model_config": {"model_name_or_path": "m"}, "dataset": "d.jsonl", "reward_fn": "exact"}
+    return load_config(None, **(base | keys))
+
+
+def labels(plan) -> list[list[str]]:
+    return [[op.label for op in stage.ops] for stage in plan.stages]
+
+
+def test_the_connected_form_of_the_documentation_is_ppo():
+    flow = DataFlow()
+    actor, critic, reward = Actor(model="llama_7b_policy"), Critic(model="value_net"), RewardModel(model="hf_reward_model")
+    flow.connect(actor.output, reward.input)
+    flow.connect(reward.output, critic.input)
+    flow.connect(critic.output, actor.update_signal)
+    assert labels(flow.compile()) == [
+        ["rollout.generate", "reward.score"],
+        ["actor.logprobs", "critic.values"],
+        ["actor.advantages"],
+        ["critic.update", "actor.update"],
+    ]
+    assert "reference.logprobs" in sum(labels(flow.compile(needs=["ref_logprobs"])), [])
+    text = flow.describe()
+    assert "actor.advantages" in text and "model llama_7b_policy" in text and "publish actor to rollout" in text
+    assert "actor.advantages -->|returns| critic.update" in flow.to_mermaid()
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_built_in_flows_run_only_the_passes_that_somebody_reads(name):
+    cfg = config(algorithm={"name": name}, init_kl_coef=0)
+    ops = sum(labels(FLOWS[name](cfg).compile(needs(cfg))), [])
+    assert ("critic.values" in ops) == (name == "ppo")
+    assert "actor.logprobs" not in ops and "reference.logprobs" not in ops  # one step per lap: the ratio is 1
+    several = config(algorithm={"name": name, "update_epochs": 2}, init_kl_coef=0.1)
+    ops = sum(labels(FLOWS[name](several).compile(needs(several))), [])
+    assert "actor.logprobs" in ops and "reference.logprobs" in ops
+
+
+def nodes():
+    actor = Actor()
+    return Data(), Rollout(weights=actor), actor, RewardModel(), Critic()
+
+
+def test_a_column_without_a_writer_names_who_would_write_it():
+    data, rollout, actor, reward, _ = nodes()
+    flow = DataFlow(data, rollout, actor).collect(rollout.generate).run(actor.advantages).publish(actor, to=rollout)
+    with pytest.raises(FlowError, match=r"actor\.advantages reads 'scores', which no op writes; reward\.score"):
+        flow.compile()
+    with pytest.raises(FlowError, match=r"needs column 'values', which critic\.values writes"):
+        FLOWS["grpo"](config(algorithm={"name": "grpo"})).compile(needs=["values"])
+
+
+def test_a_reader_before_its_writer_is_told_where_to_move_it():
+    data, rollout, actor, reward, _ = nodes()
+    flow = DataFlow(data, rollout).collect(rollout.generate).run(actor.advantages).run(reward.score)
+    with pytest.raises(FlowError, match=r"reads 'scores' before reward\.score has written it"):
+        flow.publish(actor, to=rollout).compile()
+
+
+def test_two_writers():
+    data, rollout, actor, reward, _ = nodes()
+    twin = RewardModel(name="second")
+    flow = DataFlow(data, rollout).collect(rollout.generate, reward.score, twin.score).publish(actor, to=rollout)
+    with pytest.raises(FlowError, match=r"'scores' has two writers: reward\.score and second\.score"):
+        flow.compile()
+
+
+def test_ops_of_one_stage_run_together_so_they_may_not_read_each_other():
+    data, rollout, actor, reward, critic = nodes()
+    flow = DataFlow(data, rollout).collect(rollout.generate, reward.score).run(actor.advantages, actor.update)
+    with pytest.raises(FlowError, match=r"actor\.update reads 'advantages' before"):
+        flow.publish(actor, to=rollout).compile()
+
+
+def test_a_node_that_does_nothing_and_a_rollout_without_weights():
+    data, rollout, actor, reward, critic = nodes()
+    flow = DataFlow(data, rollout, critic).collect(rollout.generate, reward.score).run(actor.advantages)
+    with pytest.raises(FlowError, match=r"Critic\('critic'\) is in the flow but none of its ops runs"):
+        flow.run(actor.update).publish(actor, to=rollout).compile()
+    flow = DataFlow(data, rollout).collect(rollout.generate, reward.score).run(actor.advantages).run(actor.update)
+    with pytest.raises(FlowError, match="would never get new weights"):
+        flow.compile()
+
+
+def test_edges_that_make_no_sense():
+    actor, reward, critic = Actor(), RewardModel(), Critic()
+    with pytest.raises(FlowError, match=r"has no op or port 'outputt'; it has: logprobs, .*output, update_signal"):
+        actor.outputt  # noqa: B018
+    with pytest.raises(FlowError, match="actor.update_signal is not an output port"):
+        DataFlow().connect(actor.update_signal, reward.input)
+    with pytest.raises(FlowError, match="to itself"):
+        DataFlow().connect(actor.output, actor.update_signal)
+    flow = DataFlow()
+    flow.connect(reward.output, critic.input)
+    flow.connect(critic.output, reward.input)
+    flow.connect(critic.output, actor.update_signal)
+    with pytest.raises(FlowError, match=r"form a cycle: reward\.score -> critic\.values -> reward\.score"):
+        flow.compile()
+    flow = DataFlow()
+    flow.connect(actor.output, reward.input)
+    with pytest.raises(FlowError, match="leads nowhere"):
+        flow.compile()
+    with pytest.raises(FlowError, match="flow is empty"):
+        DataFlow().compile()
+
+
+def test_an_explicit_edge_may_not_run_backwards_through_the_stages():
+    data, rollout, actor, reward, critic = nodes()
+    reference = Reference()
+    flow = DataFlow(data, rollout).collect(rollout.generate, reward.score).run(critic.values, reference.logprobs)
+    flow.run(actor.advantages).run(critic.update, actor.update).publish(actor, to=rollout)
+    flow.connect(reward.output, critic.input)
+    assert flow.compile()
+    flow.connect(critic.output, reward.input)
+    with pytest.raises(FlowError, match=r"edge critic\.output -> reward\.input runs backwards"):
+        flow.compile()

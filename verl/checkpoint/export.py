@@ -1,0 +1,138 @@
+"""A checkpoint's policy as a Hugging Face folder that plain ``transformers`` (or peft) loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from peft import PeftModel, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.checkpoint.store import Checkpoint
+from verl.checkpoint.tensorfile import TensorFile, read_tensors
+from verl.config.errors import RequestError, RunError
+from verl.config.model import ModelConfig
+
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def model_files(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: ModelConfig | None = None
+) -> Callable[[Path], None]:
+    """What ``CheckpointStore.save(files={"hf": ...})`` puts beside the weights: all of a model but its weights.
+
+    ``config.json``, ``generation_config.json``, the tokenizer's files, and ``adapter_config.json`` where peft put an
+    adapter into the model. The adapter's base is ``cfg.model_name_or_path`` if that names one, else what the model
+    remembers; a folder is made absolute so that it is found from anywhere.
+    """
+    peft_config = getattr(model, "peft_config", None)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"{type(base).__name__} is no Hugging Face model")
+    if cfg is not None and cfg.use_lora and not peft_config:
+        raise TypeError("use_lora is set, but the model carries no peft adapter")
+
+    def write(folder: Path) -> None:
+        config = copy.deepcopy(base.config)
+        config.dtype = base.dtype
+        config.architectures = config.architectures or [type(base).__name__]
+        config.save_pretrained(folder)
+        if base.can_generate():
+            base.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if peft_config:
+            adapter = copy.deepcopy(peft_config["default"])
+            named = cfg.model_name_or_path if cfg is not None else None
+            where = named if isinstance(named, str) else adapter.base_model_name_or_path or base.config._name_or_path
+            adapter.base_model_name_or_path = str(Path(where).resolve()) if Path(where).is_dir() else where
+            adapter.inference_mode = True
+            adapter.save_pretrained(folder)
+
+    return write
+
+
+def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code: bool = False) -> Path:
+    """Write the policy of the checkpoint folder ``.../step_N`` to ``out`` and give ``out`` back.
+
+    Full weights become ``model.safetensors``. An adapter (tensors as ``peft.get_peft_model_state_dict`` names them) is
+    merged into its base model, loaded in its own dtype from where the adapter's configuration says, or with
+    ``merge=False`` written as a peft adapter folder.
+    Raises `RequestError` if ``out`` exists and isn't empty or ``checkpoint`` holds no policy, `RunError` naming a
+    damaged file. ``out`` appears complete or not at all.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"{out} exists and isn't empty")
+    saved = Checkpoint.open(checkpoint)
+    if "actor" not in saved or "hf/config.json" not in saved.files:
+        raise RequestError(f"{checkpoint} holds no policy to export; it has {sorted(saved.files)}")
+    is_adapter = f"hf/{_ADAPTER}" in saved.files
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint / "hf", aside)
+        weights = checkpoint / "actor.safetensors"
+        if is_adapter:
+            _write_adapter(weights, aside)
+            if merge:
+                _merge(aside, trust_remote_code)
+        else:
+            _write_weights(weights, aside)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def _write_weights(weights: Path, folder: Path) -> None:
+    """``model.safetensors``: the checkpoint's file; a tensor's second names are written out unless the model ties them.
+
+    A configuration that doesn't mention tying may still mean it; then the second copy is equal and does no harm.
+    """
+    tensors = read_tensors(weights)
+    config = json.loads((folder / "config.json").read_text())
+    tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
+    by_id: dict[int, str] = {}
+    shared = [name for name in sorted(tensors) if by_id.setdefault(id(tensors[name]), name) != name]
+    if tied or not shared:
+        shutil.copyfile(weights, folder / "model.safetensors")
+        return
+    _write(tensors | {name: tensors[name].clone() for name in shared}, folder / "model.safetensors")
+
+
+def _write_adapter(weights: Path, folder: Path) -> None:
+    """``adapter_model.safetensors``, names as peft wants them; an adapter put into the bare model lacks the prefix."""
+    prefix = "base_model.model."
+    _write({prefix + n.removeprefix(prefix): t for n, t in read_tensors(weights).items()}, folder / _ADAPTER_WEIGHTS)
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        file.writelines(TensorFile(tensors).chunks())
+
+
+def _merge(folder: Path, trust_remote_code: bool) -> None:
+    """Replace the adapter in ``folder`` by the merged model; tokenizer and generation config stay the saved ones."""
+    base_path = json.loads((folder / _ADAPTER).read_text())["base_model_name_or_path"]
+    try:
+        base = AutoModelForCausalLM.from_pretrained(base_path, dtype="auto", trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise RequestError(f"the adapter's base model {base_path} can't be loaded: {error}") from error
+    model = PeftModel.from_pretrained(base, folder)
+    # peft only warns about tensors without a place, and a policy that lost half its adapter answers fluently
+    placed, written = set(get_peft_model_state_dict(model)), set(read_tensors(folder / _ADAPTER_WEIGHTS))
+    if placed != written:
+        raise RunError(f"the adapter doesn't fit {base_path}: {sorted(placed ^ written)[:4]} on one side only")
+    generation = folder / "generation_config.json"
+    kept = generation.read_bytes() if generation.exists() else None
+    model.merge_and_unload().save_pretrained(folder)
+    if kept is not None:
+        generation.write_bytes(kept)
+    for name in (_ADAPTER, _ADAPTER_WEIGHTS):
+        (folder / name).unlink()

@@ -1,0 +1,148 @@
+"""The ``verl`` command. Exit status: 0 all done, 1 the run failed, 2 the request is wrong, 130/143 a signal came."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl.config.errors import RequestError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Config = Annotated[Path, typer.Argument(help="YAML file", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. algorithm.name=ppo")]
+
+
+@app.callback()
+def _verl() -> None:
+    """Reinforcement-learning post-training of language models."""
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what run_dir holds.")] = False,
+) -> None:
+    """Train as CONFIG says."""
+    from verl.config.load import dump, load_config, notes
+
+    cfg = load_config(config, overrides or [])
+    if dry_run:
+        typer.echo(dump(cfg).rstrip())
+        for line in notes(cfg):
+            typer.echo(f"# {line}")
+        return
+    from verl.cli.train import train as run
+
+    raise typer.Exit(run(cfg, overwrite=overwrite))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="run directory", show_default=False)], overrides: Overrides = None
+) -> None:
+    """Continue RUN from its latest checkpoint."""
+    from verl.config.load import load_config
+
+    saved = run / "config.yaml"
+    if not saved.is_file():
+        raise RequestError(f"{run} is no run directory: it has no config.yaml")
+    cfg = load_config(saved, [*(overrides or []), f"run_dir={run}"])
+    from verl.cli.train import resume as go_on
+
+    raise typer.Exit(go_on(cfg))
+
+
+@app.command("eval")
+def evaluate(config: Config, overrides: Overrides = None) -> None:
+    """Answer eval.dataset greedily with the model of CONFIG, and score the answers."""
+    from verl.config.load import load_config
+
+    cfg = load_config(config, overrides or [])
+    from verl.cli.train import evaluate as run
+
+    run(cfg)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoints/step_N, or a run directory for its latest")],
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the base weights.")] = True,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint."""
+    from verl.checkpoint.export import export as write
+    from verl.checkpoint.store import CheckpointStore
+
+    if (checkpoint / "checkpoints").is_dir():
+        store = CheckpointStore(checkpoint / "checkpoints")
+        checkpoint = store.load().path
+    write(checkpoint, out, merge=merge)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def stats(
+    data: Annotated[str, typer.Argument(help="file, folder or hub name")],
+    model: Annotated[str, typer.Option("--model", help="whose tokenizer counts")],
+) -> None:
+    """Token lengths of DATA, and the limits they suggest."""
+    from verl.cli.stats import stats as run
+
+    run(data, model)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has: versions, devices, and what is missing for which feature."""
+    from verl.cli.doctor import doctor as run
+
+    run()
+
+
+def main() -> None:
+    """Entry point: one readable message for a failure; the traceback only with VERL_DEBUG=1."""
+    sys.path.insert(0, os.getcwd())  # reward functions are named as module:function of the current folder
+    logging.captureWarnings(True)
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except KeyboardInterrupt:
+        _fail(130, "stopped")
+    except RequestError as error:
+        _fail(2, str(error))
+    except Exception as error:
+        import click
+
+        if isinstance(error, click.ClickException):
+            error.show()
+            sys.exit(error.exit_code)
+        _fail(1, _describe(error))
+    sys.exit(0)
+
+
+def _describe(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError":
+        text += "\nless memory: halve micro_batch_size and double gradient_accumulation_steps (the maths stay the same)"
+    return text
+
+
+def _fail(status: int, message: str) -> None:
+    if os.environ.get("VERL_DEBUG") == "1":
+        traceback.print_exc()
+    print(f"verl: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""``verl train``, ``resume`` and ``eval``: what happens before, between and after the laps on the screen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl.checkpoint.store import Checkpoint
+from verl.config.errors import RequestError
+from verl.config.run import RunConfig
+from verl.trainer.base import Answer, Run, Summary
+
+SHOWN = 3
+
+
+def train(cfg: RunConfig, *, overwrite: bool = False) -> int:
+    """A new run; the exit status."""
+    folder = Path(cfg.run_dir)
+    if (folder / "config.yaml").exists():
+        if not overwrite:
+            raise RequestError(
+                f"{folder} already holds a run: continue it with 'verl resume {folder}', name another run_dir, "
+                "or replace it with --overwrite"
+            )
+        shutil.rmtree(folder)
+    return _train(Run(cfg), None)
+
+
+def resume(cfg: RunConfig) -> int:
+    """Continue from the latest checkpoint; the exit status."""
+    run = Run(cfg)
+    checkpoint = run.store.load()
+    if cfg.total_steps is not None and checkpoint.step >= cfg.total_steps:
+        raise RequestError(
+            f"{cfg.run_dir} has done all its {cfg.total_steps} steps; to go further: "
+            f"verl resume {cfg.run_dir} total_steps={2 * cfg.total_steps}"
+        )
+    return _train(run, checkpoint)
+
+
+def _train(run: Run, checkpoint: Checkpoint | None) -> int:
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    console = Console()
+    with run:
+        run.prepare(checkpoint)
+        summary = run.train()
+    if summary.stopped_by is not None:
+        if summary.step:
+            console.print(f"stopped after step {summary.step}; go on with: verl resume {run.folder}", highlight=False)
+        else:
+            console.print("stopped before the first step; nothing was saved", highlight=False)
+        return 128 + summary.stopped_by
+    _report(console, run, summary)
+    return 0
+
+
+def _report(console: Console, run: Run, summary: Summary) -> None:
+    before, after = summary.before, summary.after
+    if after is not None:
+        table = Table(title=f"held-out prompts, greedy ({after.metrics['eval/rows']:.0f})", title_justify="left")
+        table.add_column("")
+        if before is not None:
+            table.add_column("before", justify="right")
+        table.add_column("after", justify="right")
+        for name, value in after.metrics.items():
+            if name not in ("eval/rows", "time/eval"):
+                old = [] if before is None else [f"{before.metrics.get(name, float('nan')):.3f}"]
+                table.add_row(name.removeprefix("eval/"), *old, f"{value:.3f}")
+        console.print(table)
+        console.print("answers before and after" if before else "answers", style="bold")
+        _print_answers(console, before.answers if before is not None else None, after.answers)
+    folder = run.folder
+    places = {
+        "metrics": folder / "metrics.jsonl",
+        "samples": folder / "samples.jsonl",
+        "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
+        "checkpoint": run.store.folder(summary.step),
+        "use it": f"verl export {folder} {folder / 'model'}",
+    }
+    for what, where in places.items():
+        if what != "curves" or run.cfg.metrics.tensorboard:
+            console.print(f"{what:<11}{where}", highlight=False, soft_wrap=True)
+
+
+def _print_answers(console: Console, before: Sequence[Answer] | None, after: Sequence[Answer]) -> None:
+    """The first answers whose reward changed, else the first answers."""
+    changed = [i for i, a in enumerate(after) if before is not None and before[i].reward != a.reward]
+    for i in (changed or list(range(len(after))))[:SHOWN]:
+        console.print(f"  {escape(repr(after[i].prompt[-80:]))}", style="dim", soft_wrap=True, highlight=False)
+        for label, answers in (("before", before), ("after", after)):
+            if answers is not None:
+                reward = "-" if answers[i].reward is None else f"{answers[i].reward:g}"
+                text = escape(repr(answers[i].response))
+                console.print(f"    {label:<7}reward {reward:<4} {text}", soft_wrap=True, highlight=False)
+
+
+def evaluate(cfg: RunConfig) -> None:
+    """Held-out accuracy of the configured model, without training; nothing is written but a table."""
+    if cfg.eval.dataset is None:
+        raise RequestError("eval.dataset is not set: name the held-out prompts, e.g. eval.dataset=data/test.jsonl")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    console = Console()
+    with Run(cfg, console=False) as run:
+        run.prepare(write=False)
+        result = run.evaluate()
+    for name, value in result.metrics.items():
+        console.print(f"{name:<24}{value:.4g}", highlight=False)
+    _print_answers(console, None, result.answers)

@@ -1,0 +1,169 @@
+"""Prompt to text to token ids: the one place that decides templates, BOS and headers.
+
+A chat template owns the special tokens it writes, so rendered text is tokenised without adding any; only what the
+tokenizer would put in front by itself (usually BOS) and the template did not write is prepended, once. Data set,
+rollout, scoring and reward model all use these ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.config.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Turns = str | list[Message]
+
+# The plain text form of a dialogue, as in hh-rlhf: a prompt ends with the open assistant mark.
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a user should know about an unusual tokenizer, one sentence each; nothing here stops a run."""
+    said = []
+    if not has_template(tokenizer):
+        said.append("the tokenizer has no chat template: prompts are used as plain text, turns joined by blank lines")
+    if tokenizer.pad_token_id is None:
+        said.append("the tokenizer has no pad token: none is needed, masks come from lengths")
+    if tokenizer.eos_token_id is None:
+        said.append("the tokenizer has no end-of-sequence token: responses end by the model's own setting or by length")
+    return said
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: Turns) -> tuple[str, list[int]]:
+    """``(text, ids)`` of a prompt (text, or messages), up to where the response begins."""
+    text = render_text(tokenizer, prompt)
+    return text, encode(tokenizer, [text])[0]
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, prompt: Turns) -> str:
+    """The prompt as the policy reads it, generation header included.
+
+    With a chat template, a text is one user turn (a text in the plain form of a dialogue: its turns), and a final
+    assistant message is one that the policy continues. Without a template, a text stays as it is.
+    """
+    if not has_template(tokenizer):
+        return prompt if isinstance(prompt, str) else _join(prompt)
+    messages = as_messages(prompt)
+    if messages[-1]["role"] == "assistant":
+        return _template(tokenizer, messages, continue_final_message=True)
+    return _template(tokenizer, messages, add_generation_prompt=True)
+
+
+def render_completion(tokenizer: PreTrainedTokenizerBase, prompt: Turns, completion: Turns) -> str:
+    """The text that follows ``render_text(prompt)`` when the assistant says ``completion``.
+
+    Text that a template writes after the end-of-sequence token is left off: the policy never generates it.
+    """
+    if not has_template(tokenizer):
+        if isinstance(completion, str):
+            return completion
+        return completion[0]["content"] if len(completion) == 1 else _join(completion)
+    if isinstance(completion, str):
+        # The plain form of a dialogue has a space after the mark; a template brings its own spacing.
+        completion = [{"role": "assistant", "content": completion.lstrip() if _is_dialogue(prompt) else completion}]
+    start = render_text(tokenizer, prompt)
+    whole = _template(tokenizer, as_messages(prompt) + completion)
+    # Some templates write a finished turn otherwise than an open one (a thinking header): then the words decide.
+    text = whole[len(start) :] if whole.startswith(start) else completion[-1]["content"]
+    eos = tokenizer.eos_token
+    return text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered texts: the tokenizer's leading special tokens exactly once, no trailing ones."""
+    if not texts:
+        return []
+    rows = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    lead = leading_specials(tokenizer)
+    return [ids if ids[: len(lead)] == lead else lead + ids for ids in rows]
+
+
+def leading_specials(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text by itself, e.g. ``[bos]``."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    raise DataError(f"{type(tokenizer).__name__} tokenises a text otherwise when it adds special tokens")
+
+
+def header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with which the template opens the assistant's turn; empty without a template."""
+    if not has_template(tokenizer):
+        return []
+    turn = [{"role": "user", "content": "a"}]
+    closed, opened = _template(tokenizer, turn), _template(tokenizer, turn, add_generation_prompt=True)
+    header = opened[shared_start(closed, opened) :]
+    return tokenizer(header, add_special_tokens=False)["input_ids"]
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Changes when the same prompt could become other ids: vocabulary, merges, special tokens, template."""
+    if getattr(tokenizer, "is_fast", False):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state.pop("padding", None), state.pop("truncation", None)  # of the latest call, not of the tokenizer
+    else:
+        state = tokenizer.get_vocab()
+    parts = [state, tokenizer.chat_template, leading_specials(tokenizer), tokenizer.eos_token]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def shared_start(*rows: Sequence[Any]) -> int:
+    """How many first items (characters, ids) are the same in all rows."""
+    count = 0
+    for items in zip(*rows, strict=False):
+        if any(item != items[0] for item in items):
+            break
+        count += 1
+    return count
+
+
+def as_messages(prompt: Turns) -> list[Message]:
+    """Messages of a prompt; a text is one user turn, or the turns it holds in the plain form of a dialogue."""
+    if not isinstance(prompt, str):
+        return prompt
+    return _dialogue(prompt) if _is_dialogue(prompt) else [{"role": "user", "content": prompt}]
+
+
+def _is_dialogue(prompt: Turns) -> bool:
+    return isinstance(prompt, str) and prompt.startswith(HUMAN) and prompt.rstrip().endswith(ASSISTANT.strip())
+
+
+def _dialogue(text: str) -> list[Message]:
+    pieces = _TURN.split(text)[1:-2]  # before the first mark is nothing, after the last one comes the response
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return [{"role": roles[mark], "content": said.strip()} for mark, said in turns]
+
+
+def _join(messages: Sequence[Message]) -> str:
+    """Messages without a template: contents joined by blank lines, or, where the assistant spoke, marked turns."""
+    if all(m["role"] != "assistant" for m in messages):
+        return "\n\n".join(m["content"] for m in messages)
+    marks = {"user": HUMAN + " ", "assistant": ASSISTANT + " "}
+    text = "".join(marks.get(m["role"], "") + m["content"] for m in messages)
+    return text if messages[-1]["role"] == "assistant" else text + ASSISTANT
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **how: Any) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
+    except TemplateError as error:
+        roles = ", ".join(m["role"] for m in messages)
+        raise DataError(f"the chat template refuses the turns ({roles}): {error}") from error

@@ -1,0 +1,92 @@
+"""Preference pairs as token ids: both sides continue the same prompt ids, and neither side is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl.config.errors import DataError
+from verl.data import chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.data.chat import Turns
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``prompt_ids`` are the same for both sides; each side has at least one token and ends with EOS unless cut."""
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+    truncated: bool = False
+
+
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    max_length: int,
+    policy: Literal["truncate", "filter", "error"] = "truncate",
+    where: str = "the pair",
+) -> Pair | None:
+    """``prompt``, ``chosen`` and ``rejected`` of a row (texts or messages) as ids; None: the policy leaves it out.
+
+    ``max_length``: tokens of prompt and completion together, see ``fit_pair``. ``where`` names the row in errors.
+    """
+    prompt, chosen, rejected = encode_completions(tokenizer, row["prompt"], [row["chosen"], row["rejected"]])
+    return fit_pair(prompt, chosen, rejected, max_length, policy, where)
+
+
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, prompt: Turns, completions: Sequence[Turns]
+) -> list[list[int]]:
+    """``[prompt_ids, completion_ids, ...]``: prompt ids plus a completion's ids decode to the original text.
+
+    Tokens may merge over the boundary (``xa`` + ``b`` is ``x``, ``ab``), and only for some of the completions. So the
+    whole texts are tokenised and all are cut where the first of them, or the bare prompt, differs. Where that would
+    leave no prompt token, the parts are tokenised apart. An end-of-sequence token is added unless the text has it.
+    """
+    start = chat.render_text(tokenizer, prompt)
+    ends = [chat.render_completion(tokenizer, prompt, completion) for completion in completions]
+    bare, *whole = chat.encode(tokenizer, [start, *(start + end for end in ends)])
+    shared = chat.shared_start(bare, *whole)
+    if shared > len(chat.leading_specials(tokenizer)):
+        prompt_ids, sides = bare[:shared], [ids[shared:] for ids in whole]
+    else:
+        prompt_ids = bare
+        sides = tokenizer(ends, add_special_tokens=False, verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [prompt_ids, *(ids if eos is None or ids[-1:] == [eos] else [*ids, eos] for ids in sides)]
+
+
+def fit_pair(
+    prompt: Sequence[int],
+    chosen: Sequence[int],
+    rejected: Sequence[int],
+    max_length: int,
+    policy: Literal["truncate", "filter", "error"] = "truncate",
+    where: str = "the pair",
+) -> Pair | None:
+    """Bring both sides under ``max_length``, each by its own length.
+
+    ``truncate`` cuts the end of a completion, never the prompt; where the prompt leaves no room for one token, the
+    pair is left out (None). ``filter`` leaves out a pair with a side that is too long. ``error`` raises DataError
+    with the lengths. An empty side carries no preference and always raises.
+    """
+    if not prompt or not chosen or not rejected:
+        raise DataError(
+            f"{where}: prompt {len(prompt)}, chosen {len(chosen)}, rejected {len(rejected)} tokens; none may be empty"
+        )
+    room = max_length - len(prompt)
+    too_long = max(len(chosen), len(rejected)) > room
+    if too_long and policy == "error":
+        raise DataError(
+            f"{where}: prompt {len(prompt)} + chosen {len(chosen)} / rejected {len(rejected)} tokens, "
+            f"the limit for a side is {max_length}"
+        )
+    if room < 1 or (too_long and policy == "filter"):
+        return None
+    return Pair(tuple(prompt), tuple(chosen[:room]), tuple(rejected[:room]), too_long)

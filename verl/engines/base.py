@@ -1,0 +1,70 @@
+"""What a training engine does: forward without gradients, one optimizer step, and giving its state away and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from verl.batch import Batch, Ragged
+
+LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, float]]]
+"""``(outputs, micro-batch) -> (loss, statistics)``.
+
+Outputs are flat ``[R]``, the micro-batch's rows in order. The loss is already divided by the mini-batch's global
+totals, so the engine only adds. Statistics are added too, or maximised where their name ends in ``_max``.
+"""
+
+
+@dataclass
+class UpdateReport:
+    """One optimizer step. ``skipped``: ``"empty"`` (no token carries loss), ``"nonfinite"`` (the gradient isn't
+    finite), or ``None``. A skipped step changes no weight and no optimizer state; ``grad_norm`` is before clipping."""
+
+    stats: dict[str, float] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    skipped: Literal["empty", "nonfinite"] | None = None
+
+    def add(self, stats: Mapping[str, float]) -> None:
+        """Statistics of one more micro-batch."""
+        for name, value in stats.items():
+            old = self.stats.get(name)
+            if old is None:
+                self.stats[name] = float(value)
+            else:
+                self.stats[name] = max(old, float(value)) if name.endswith("_max") else old + float(value)
+
+
+class TrainEngine(Protocol):
+    """Computes on rows of a batch: columns ``prompt_ids``, ``response_ids``, ``response_mask`` and, where rows share
+    their prompt, ``group``. ``micro_batches`` are row numbers; rows of one micro-batch are computed together."""
+
+    def forward(
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
+    ) -> dict[str, Ragged]:
+        """Outputs of every row, in batch order, one run of response tokens per row, without gradients.
+
+        ``micro_batches`` must hold each row once, else ``ValueError``.
+        """
+
+    def update(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss_fn: LossFn,
+        want: frozenset[str],
+        temperature: float,
+    ) -> UpdateReport:
+        """One optimizer step on the sum of the micro-batches' losses."""
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained model's weights under Hugging Face's names (with LoRA the adapter's); the tensors themselves."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The optimizer: tensors by ``kind/parameter name``, and what JSON can hold."""
+
+    def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Take back what ``shards`` and ``state`` gave: training goes on bit for bit."""

@@ -1,0 +1,201 @@
+"""The one table of metrics: what each is called, its unit, what it means and how to read it.
+
+``docs/metrics.md`` is printed from it: ``python -m verl.metrics.names > docs/metrics.md``.
+A name with a ``<part>`` is a family: users name its members (their reward functions, say).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+
+class UndocumentedMetric(UserWarning):
+    """A recorded name is missing from this table; the project's tests make it an error."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``reading``: what a good or a bad value looks like, and what it points to."""
+
+    name: str
+    unit: str
+    meaning: str
+    reading: str
+
+    @property
+    def family(self) -> re.Match | None:
+        """The ``<part>`` of a family's name."""
+        return re.search(r"<\w+>", self.name)
+
+
+METRICS: dict[str, Metric] = {
+    m.name: m
+    for m in (
+        Metric("reward/mean", "reward", "mean total reward of the lap's rows that have one", "should rise; the goal"),
+        Metric("reward/std", "reward", "standard deviation of those totals", "near 0: nothing to learn from"),
+        Metric("reward/min", "reward", "smallest total", "far below the mean: look at samples.jsonl"),
+        Metric("reward/max", "reward", "largest total", "never above the mean: the task is too hard or too easy"),
+        Metric("reward/group_std", "reward", "mean over groups of the standard deviation inside a group", "the signal"),
+        Metric("reward/flat_groups", "share", "groups whose rows all got the same total", "near 1: change the prompts"),
+        Metric("reward/<name>", "reward", "mean of one reward, unweighted, over rows it judged", "which part moves"),
+        Metric("reward/<name>/count", "rows", "rows that this reward judged", "lower than the rows: it abstained"),
+        Metric("reward/abstained", "rows", "rows that no reward judged; no part of any mean", "normally 0"),
+        Metric("reward/dropped", "rows", "rows left out because a reward failed", "above 0: repair the reward"),
+        Metric("reward/failed", "calls", "reward calls that raised or gave no number", "above 0: repair the reward"),
+        Metric("reward/timed_out", "calls", "reward calls stopped at reward_timeout", "above 0: a grader hangs"),
+        Metric("reward/truncated", "rows", "rows cut to the reward model's own limit", "high: its limit is too short"),
+        Metric("extra/<key>", "any", "mean of a number that rewards returned beside the score", "as its author says"),
+        Metric("extra/<key>/count", "rows", "rows that carried this number", "sparse keys have fewer than all rows"),
+        Metric("kl/mean", "nats/token", "KL of policy to starting policy, by kl_estimator", "rises slowly; jumps: lr"),
+        Metric("kl/coef", "1", "KL coefficient in use", "constant unless kl_target is set"),
+        Metric("kl/penalty", "reward", "mean KL penalty per row or token, as the loss sees it", "small beside rewards"),
+        Metric("policy/loss", "loss", "policy loss, mean over the lap's optimizer steps", "its level means little"),
+        Metric("policy/entropy", "nats/token", "entropy of the policy on sampled tokens", "to 0: collapse, lower lr"),
+        Metric("policy/clip_fraction", "share", "tokens whose ratio is clipped", "0.05 to 0.3 with reuse; higher: lr"),
+        Metric("policy/dual_clip_fraction", "share", "tokens held by the dual clip", "normally 0"),
+        Metric("policy/grad_norm", "norm", "gradient norm before clipping, mean over optimizer steps", "spikes: look"),
+        Metric("policy/ratio_mean", "1", "mean of new over old probability", "stays near 1"),
+        Metric("policy/ratio_max", "1", "largest ratio of new to old probability", "exactly 1 in a lap's first step"),
+        Metric(
+            "policy/kl_step", "nats/token", "KL of the old to the new policy inside the lap", "above 0.05: lower lr"
+        ),
+        Metric("policy/lr", "1", "learning rate of the last optimizer step", "follows the schedule"),
+        Metric(
+            "policy/rows_trained", "rows", "rows computed in the update; the others' loss is exactly 0", "few: flat"
+        ),
+        Metric("policy/optimizer_steps", "steps", "optimizer steps of the lap", "mini-batches times update_epochs"),
+        Metric("policy/empty_steps", "steps", "optimizer steps skipped because no row had a loss", "normally 0"),
+        Metric("policy/bad_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "normally 0"),
+        Metric("policy/advantage_mean", "1", "mean advantage over response tokens", "near 0"),
+        Metric("policy/advantage_std", "1", "standard deviation of advantages over response tokens", "0: no signal"),
+        Metric("critic/loss", "loss", "value loss, mean over the lap's optimizer steps", "should fall, then stay"),
+        Metric("critic/grad_norm", "norm", "critic gradient norm before clipping", "spikes: look at returns"),
+        Metric(
+            "critic/explained_variance", "share", "1 - var(return - value) / var(return)", "towards 1; below 0: bad"
+        ),
+        Metric(
+            "critic/clip_fraction", "share", "values clipped by value_clip", "high: returns move faster than values"
+        ),
+        Metric("critic/value_mean", "reward", "mean value over response tokens", "near critic/return_mean"),
+        Metric("critic/return_mean", "reward", "mean return over response tokens", "the critic's target"),
+        Metric("critic/lr", "1", "critic learning rate of the last optimizer step", "follows the schedule"),
+        Metric("rollout/rows", "rows", "rows that the lap trained on", "train_batch_size less dropped rows"),
+        Metric("rollout/tokens", "tokens", "response tokens that the lap trained on", "grows with length"),
+        Metric("rollout/entropy", "nats/token", "mean of -log p of the sampled tokens", "near policy/entropy"),
+        Metric("rollout/logprob_diff_mean", "nats", "mean |trainer - sampler| log-probability", "fp32 1e-6, bf16 0.03"),
+        Metric("rollout/logprob_diff_max", "nats", "largest |trainer - sampler| log-probability", "fp32: below 1e-4"),
+        Metric("rollout/staleness_mean", "laps", "laps between sampling and training", "at most max_staleness"),
+        Metric("response/length_mean", "tokens", "mean response length, end token included", "drifts: reward hacking?"),
+        Metric("response/length_max", "tokens", "longest response", "at the limit: see response/truncated"),
+        Metric("response/truncated", "share", "responses cut at max_response_length", "high: raise the limit"),
+        Metric("prompt/length_mean", "tokens", "mean prompt length", "a fact of the data"),
+        Metric("data/epoch", "epochs", "passes over the prompts so far", "fractional"),
+        Metric("data/filtered", "prompts", "prompts left out as too long, in all", "high: raise max_prompt_length"),
+        Metric("data/truncated", "prompts", "prompts cut to max_prompt_length, in all", "high: raise it"),
+        Metric("eval/reward_mean", "reward", "mean reward of greedy answers on held-out prompts", "the honest curve"),
+        Metric("eval/accuracy", "share", "held-out answers with a reward of at least 1", "for 0/1 rewards"),
+        Metric("eval/length_mean", "tokens", "mean length of held-out answers", "beside response/length_mean"),
+        Metric("eval/truncated", "share", "held-out answers cut at max_response_length", "part of a low score?"),
+        Metric("eval/rows", "rows", "held-out prompts answered", "small sets are noisy"),
+        Metric("eval/<name>", "reward", "mean of one reward on held-out prompts", "which part moves"),
+        Metric("time/step", "s", "wall time of the lap", "the price of a step"),
+        Metric("time/generate", "s", "wall time sampling responses", "usually the largest share"),
+        Metric("time/reward", "s", "wall time waiting for rewards", "large: slow grader, or batch it"),
+        Metric("time/update", "s", "wall time in policy and critic updates", "beside time/generate"),
+        Metric("time/publish", "s", "wall time moving weights to the rollout", "0 when shared in place"),
+        Metric("time/<stage>", "s", "wall time of another stage (logprobs, values, checkpoint, eval, ...)", "share it"),
+        Metric("throughput/tokens_per_second", "tokens/s", "prompt and response tokens of the lap per second", "speed"),
+        Metric("throughput/generated_tokens_per_second", "tokens/s", "response tokens per generating second", "speed"),
+        Metric("generate/latency_p50", "s", "median time from request to finished row", "typical"),
+        Metric("generate/latency_p95", "s", "95th percentile of it", "the tail that a lap waits for"),
+        Metric("generate/latency_p99", "s", "99th percentile of it", "metrics.alarms can watch it"),
+        Metric(
+            "memory/peak_gib", "GiB", "GPU: peak allocated in the lap; CPU: peak of the process", "beside the limit"
+        ),
+        Metric("memory/rss_gib", "GiB", "host memory held by the process (Linux)", "grows lap by lap: a leak"),
+        Metric("memory/reserved_gib", "GiB", "GPU memory held by the allocator", "what nvidia-smi shows"),
+        Metric(
+            "memory/fragmentation", "share", "reserved GPU memory in split blocks nobody uses", "above 0.2: fragmented"
+        ),
+        Metric(
+            "memory/alloc_retries",
+            "retries",
+            "allocations that first had to empty the cache, in all",
+            "rising: too full",
+        ),
+        Metric("gpu/utilisation", "share", "time with a kernel running, mean over the lap; needs NVML", "low: starved"),
+        Metric("not_finite", "values", "values of this line left out because they were NaN or infinite", "normally 0"),
+        Metric("alarms", "metrics", "metrics above their limit in metrics.alarms in this step", "normally absent"),
+    )
+}
+
+# families with a longer fixed part first: "reward/f/count" is the count of f, not the mean of "f/count"
+_FAMILIES = [
+    (re.compile(re.sub(r"<\w+>", "(.+)", re.escape(m.name)), re.DOTALL), m)
+    for m in sorted((m for m in METRICS.values() if m.family), key=lambda m: -len(m.name))
+]
+
+
+def find(name: str) -> tuple[Metric, str | None] | None:
+    """The table's entry for a recorded name, and the member's own part if that entry is a family."""
+    if name in METRICS:
+        return METRICS[name], None
+    for pattern, metric in _FAMILIES:
+        if match := pattern.fullmatch(name):
+            return metric, match[1]
+    return None
+
+
+def member(family: str, part: str) -> str:
+    """The full name of a family's member: ``member("reward/<name>", "brevity")`` is ``reward/brevity``.
+
+    A part that would give a name the table uses otherwise gets an underscore: a reward called ``mean`` is
+    ``reward/mean_``.
+    """
+    match = METRICS[family].family
+    if match is None:
+        raise ValueError(f"{family} is no family")
+    while (found := find(name := family.replace(match[0], part))) is None or found != (METRICS[family], part):
+        part += "_"
+    return name
+
+
+def nearest(name: str) -> str:
+    """The documented name that looks most like ``name``."""
+    return difflib.get_close_matches(name, METRICS, n=1, cutoff=0)[0]
+
+
+def document() -> str:
+    """The text of ``docs/metrics.md``."""
+    lines = ["# Metrics", "", *_INTRODUCTION, "", "| name | unit | meaning | how to read it |", "|---|---|---|---|"]
+    for m in METRICS.values():
+        cells = (f"`{m.name}`", m.unit, m.meaning, m.reading)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = """\
+Printed from the table in `verl/metrics/names.py` by `python -m verl.metrics.names > docs/metrics.md`; a test keeps the
+two equal. Every sink shows the same names.
+
+- `metrics.jsonl`: one object per step (one lap), `{"step": 3, "reward/mean": 0.65, ...}`, written when the step ends.
+  A value that does not exist in a step is absent. NaN and infinities are never written: they are left out, and
+  `not_finite` counts them. A mean is over the rows that have a value; `<name>/count` beside it says how many.
+  After a resume at step k the lines of later steps are cut off.
+- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities.
+- The terminal: a table of the last steps, or one line per step where the output is no terminal.
+- `tensorboard/`: the same names as scalars, samples as text. `metrics: {tensorboard: false}` turns it off.
+- Prometheus: `metrics: {prometheus_port: 9400}` serves `http://127.0.0.1:9400/metrics`, on this machine only, so a
+  scraper elsewhere needs an agent or a tunnel. `/` becomes `_` behind `verl_`: `verl_reward_mean`. Members of a family
+  are one metric with a label, whatever users call them: `verl_reward{name="my reward!"}`. A gauge keeps its last value;
+  `verl_step` says how far the run is.
+- Alarms: `metrics: {alarms: {generate/latency_p99: 30}}` logs a warning in each step above the limit and counts them.
+
+Means over a lap: `policy/*` and `critic/*` are means over its optimizer steps unless the table says otherwise. "In all"
+means since the run began.""".splitlines()
+
+
+if __name__ == "__main__":
+    print(document(), end="")

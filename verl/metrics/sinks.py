@@ -1,0 +1,272 @@
+"""Where metrics go: JSON lines, the terminal, TensorBoard, Prometheus."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from verl.config.errors import RequestError, RunError
+from verl.metrics.names import find
+from verl.metrics.record import Sample
+
+
+class JsonLines:
+    """A file of one JSON object per line, each with its ``step``; flushed line by line.
+
+    ``resume_step=k`` keeps what an earlier run wrote up to step ``k`` and cuts the rest off, a torn last line included;
+    without it an old file is replaced. Raises `RunError`, naming the file, when it can't be written.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None and path.exists():
+                keep = _end_of_step(path, resume_step)
+                os.truncate(path, keep)
+                self._file = path.open("ab")
+            else:
+                self._file = path.open("wb")
+        except OSError as error:
+            raise RunError(f"can't open {path}: {error.strerror}") from error
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self._file.write(line.encode("utf-8", errors="backslashreplace"))
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"can't write {self._path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _end_of_step(path: Path, step: int) -> int:
+    """Bytes up to the end of the last line of ``step`` or before it; steps only grow within a file."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):  # a torn write: nothing behind it can be trusted
+                break
+            end += len(line)
+    return end
+
+
+class JsonlSink:
+    """``metrics.jsonl``: one object per step, absent values absent."""
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self._lines = JsonLines(path, resume_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines.append({"step": step, **values})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class SampleWriter:
+    """``samples.jsonl``: the first ``per_step`` samples of each step, log-probabilities as mean, smallest and sum."""
+
+    def __init__(self, path: Path, per_step: int, resume_step: int | None = None) -> None:
+        self._lines, self._per_step = JsonLines(path, resume_step), per_step
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for s in samples[: self._per_step]:
+            summary = (
+                {"mean": statistics.fmean(s.logprobs), "min": min(s.logprobs), "sum": sum(s.logprobs)}
+                if s.logprobs
+                else {}
+            )
+            self._lines.append(
+                {
+                    "step": step,
+                    "row_id": s.row_id,
+                    "prompt": s.prompt,
+                    "response": s.response,
+                    "response_ids": list(s.response_ids),
+                    "finish_reason": s.finish_reason,
+                    "reward": s.reward,
+                    "rewards": dict(s.rewards),
+                    "logprobs": summary,
+                    "version": s.version,
+                }
+            )
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+# heading, metric, format
+_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("KL", "kl/mean", "{:.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("length", "response/length_mean", "{:.1f}"),
+    ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
+    ("GiB", "memory/peak_gib", "{:.1f}"),
+    ("s/step", "time/step", "{:.2f}"),
+)
+
+
+class ConsoleSink:
+    """A live table of the last ``rows`` steps in a terminal, else one plain line per step.
+
+    Text goes through `log` (or `handler`, for the ``logging`` module) and appears above the table. Steps without
+    ``time/step`` (an evaluation alone) and every ``eval/*`` value are text too.
+    """
+
+    def __init__(self, total_steps: int | None = None, *, console: Console | None = None, rows: int = 10) -> None:
+        self._console = console or Console()
+        self._total = total_steps
+        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=rows)
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._live: Live | None = None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        is_lap = "time/step" in values
+        texts = [name for name in values if name.startswith("eval/")] if is_lap else list(values)
+        if texts:
+            self.log(f"step {step}  " + "  ".join(f"{name} {values[name]:.4g}" for name in texts))
+        if not is_lap:
+            return
+        self._seconds.append(values["time/step"])
+        cells = [form.format(values[name]) if name in values else "-" for _, name, form in _COLUMNS]
+        cells.append(self._eta(step))
+        if not self._console.is_terminal:
+            headings = [heading for heading, _, _ in _COLUMNS] + ["ETA"]
+            pairs = (f"{heading} {cell}" for heading, cell in zip(headings, cells, strict=True) if cell != "-")
+            self.log(f"step {self._of_total(step)}  " + "  ".join(pairs))
+            return
+        self._rows.append((step, cells))
+        if self._live is None:
+            # no refresh thread: the table changes only here, and text printed meanwhile redraws it
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(self._table(), refresh=True)
+
+    def log(self, text: str) -> None:
+        """Print text above the table, as it is: no markup, no highlighting, no wrapping where there's no terminal."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+
+    def handler(self) -> logging.Handler:
+        """A handler of the ``logging`` module that prints through `log`."""
+        return _ConsoleHandler(self)
+
+    def close(self) -> None:
+        """Leave the table as it stands."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _of_total(self, step: int) -> str:
+        return f"{step}/{self._total}" if self._total else str(step)
+
+    def _eta(self, step: int) -> str:
+        if self._total is None:
+            return "-"
+        seconds = round(max(self._total - step, 0) * statistics.fmean(self._seconds))
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("step", *(heading for heading, _, _ in _COLUMNS), "ETA"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for step, cells in self._rows:
+            table.add_row(self._of_total(step), *cells)
+        return table
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, sink: ConsoleSink) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._sink.log(self.format(record))
+
+
+class TensorBoardSink:
+    """Event files with every metric as a scalar and samples as text.
+
+    ``resume_step=k`` hides what an earlier run wrote after step ``k``.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second to import
+
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for i, s in enumerate(samples):
+            # indented by four: Markdown shows it as it is
+            text = f"reward {s.reward}, {s.finish_reason}\n\n{s.prompt}\n\n{s.response}"
+            self._writer.add_text(f"samples/{i}", "\n".join("    " + line for line in text.splitlines()), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class PrometheusSink:
+    """Gauges at ``http://127.0.0.1:<port>/metrics``, for this machine only. ``port`` 0 takes a free one; see ``.port``.
+
+    Members of a family are one gauge with a label, so a user's reward may have any name. A gauge keeps its last value.
+    Raises `RequestError` when the port is taken.
+    """
+
+    def __init__(self, port: int) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._gauge, self._registry = Gauge, CollectorRegistry()
+        self._step = Gauge("verl_step", "steps done", registry=self._registry)
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        except OSError as error:
+            raise RequestError(f"metrics.prometheus_port: 127.0.0.1:{port}: {error.strerror}") from error
+        self.port: int = self._server.server_port
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._step.set(step)
+        for name, value in values.items():
+            entry, label = find(name) or (None, name)
+            key = entry.name if entry else "undocumented/<name>"
+            if key not in self._gauges:
+                help_text = f"{entry.meaning} ({entry.unit})" if entry else "metrics that the table lacks"
+                labels = [] if label is None else [re.findall(r"<(\w+)>", key)[0]]
+                self._gauges[key] = self._gauge(prometheus_name(key), help_text, labels, registry=self._registry)
+            gauge = self._gauges[key]
+            (gauge if label is None else gauge.labels(label)).set(value)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+def prometheus_name(name: str) -> str:
+    """``reward/mean`` is exposed as ``verl_reward_mean``, the family ``reward/<name>`` as ``verl_reward``."""
+    return "verl_" + "_".join(re.findall(r"[a-zA-Z0-9]+", re.sub(r"<\w+>", "", name)))

@@ -1,0 +1,105 @@
+"""Does this model compute the same on packed rows as by itself? Asked once at load, of a few tokens.
+
+Attention on packed rows replaces the model's own. What a model does beside it (position biases, recurrent layers,
+chunked windows, output scaling) would go wrong without a sound, so every loaded model has to show that it doesn't.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.batch import Ragged
+from verl.config.errors import RequestError
+from verl.models.packing import ATTENTION, AttentionOptions, Packed, pack
+from verl.models.policy import Policy, base_model
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+ROPE_TYPES = {"dynamic", "longrope"}  # their angles depend on the longest row of the call
+PROMPT, RESPONSES = 6, (4, 3)  # tokens
+
+
+class _Watched:
+    """A layout that notes the window each layer asks for."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed, self.windows = packed, {}  # type: Packed, dict[int, int | None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        self.windows[layer] = options.window
+        return self.packed.attend(layer, q, k, v, options)
+
+
+def probe(lm: nn.Module) -> None:
+    """Compare logits of packed rows with those of the model's own (eager) attention, row by row.
+
+    Raises ``RequestError`` that names the model class and what differs. Costs three forwards of about ten tokens.
+    """
+    base = base_model(lm)
+    config = base.config.get_text_config()
+    _refuse(base, config)
+    policy = Policy(lm)
+    vocabulary = policy.head_weight.shape[0]
+    ids = torch.arange(1, PROMPT + sum(RESPONSES) + 1) * 7919 % vocabulary
+    prompt, *responses = ids.split([PROMPT, *RESPONSES])
+    packed = pack(Ragged.from_rows([prompt] * 2), Ragged.from_rows(responses), [0, 0]).to(policy.device)
+    watched = _Watched(packed)
+    with torch.no_grad():
+        try:
+            hidden = policy.hidden(packed.ids, packed.positions, watched)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise RequestError(f"{type(base).__name__} does not compute on packed rows: {error}") from error
+        ours = policy.logits(hidden[packed.predict.values])
+        base.set_attn_implementation("eager")
+        try:
+            theirs = torch.cat(
+                [
+                    lm(input_ids=torch.cat([prompt, r])[None].to(policy.device), use_cache=False).logits[
+                        0, PROMPT - 1 : -1
+                    ]
+                    for r in responses
+                ]
+            ).float()
+        finally:
+            base.set_attn_implementation(ATTENTION)
+    _check_windows(base, config, watched.windows)
+    gap = ((ours - theirs).norm() / (theirs - theirs.mean(-1, keepdim=True)).norm()).item()
+    tolerance = 1e-3 if policy.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
+    if not gap <= tolerance:
+        raise RequestError(
+            f"{type(base).__name__} gives other logits on packed rows than by itself (relative difference {gap:.2g}, "
+            f"{tolerance:g} is allowed), so training it here would be wrong; this architecture is not supported"
+        )
+
+
+def _refuse(base: nn.Module, config: Any) -> None:
+    """What ten tokens can't show."""
+    name = type(base).__name__
+    other = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if other:
+        raise RequestError(
+            f"{name} has layers of type {', '.join(sorted(other))}; "
+            "packed rows work with full and sliding attention only"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & ROPE_TYPES:
+        raise RequestError(
+            f"{name} has rotary positions of type {', '.join(sorted(kinds & ROPE_TYPES))}: its numbers for a row "
+            "depend on the longest row computed beside it, so packed rows would differ from single ones"
+        )
+
+
+def _check_windows(base: nn.Module, config: Any, asked: dict[int, int | None]) -> None:
+    """Sliding layers must have asked for their window, the others for none."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None)
+    for layer, got in asked.items():
+        wanted = window if types is None or types[layer] == "sliding_attention" else None
+        if got != wanted:
+            raise RequestError(
+                f"{type(base).__name__} asked for window {got} in layer {layer}, its configuration says {wanted}; "
+                "this architecture is not supported on packed rows"
+            )

@@ -1,0 +1,325 @@
+"""Our own generation on the trainer's own parameters: no copy, no publish, always the newest weights.
+
+One thread computes. Waiting rows are admitted while there is room, new prompts are prefilled once each, then every
+active row decodes one token per step; rows that end leave at once and make room. Nothing is kept when all are done,
+so weights may change between calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.config.errors import RequestError, RunError
+from verl.models.policy import Policy
+from verl.rollout.base import FinishReason, Request, Response, Sampling
+from verl.rollout.cache import Cache, DecodeLayout, PrefillLayout
+from verl.rollout.sampling import choose, noise_key, uniforms
+
+PREFILL_TOKENS = 8192  # prompt tokens of one forward; bounds its activations
+
+
+@dataclass
+class Work:
+    """Work done since the engine was made."""
+
+    prefills: int = 0  # prompts
+    prefill_tokens: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0  # summed over the steps
+
+
+@dataclass(eq=False)
+class _Call:
+    """One ``generate``: its rows, and where their responses go (or the exception that ended the batch)."""
+
+    sampling: Sampling
+    results: asyncio.Queue[Response | BaseException] = field(default_factory=asyncio.Queue)
+    rows: list[_Row] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Row:
+    call: _Call
+    request: Request
+    key: int
+    asked: float
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+    aborted: bool = False  # set by the event loop's thread, read by the computing one
+
+
+@dataclass(eq=False)
+class _Group:
+    """A prompt whose keys and values are in the cache."""
+
+    prompt_ids: tuple[int, ...]
+    first: Tensor  # [D] hidden state that predicts the first response token
+
+
+class NativeEngine:
+    """A ``RolloutEngine`` on a ``Policy`` in this process.
+
+    Args:
+        policy: whose parameters generate; in evaluation mode while it does.
+        eos: every id that ends a response.
+        max_rows: most rows decoded side by side.
+        tokenizer: needed for stop texts only.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        eos: frozenset[int],
+        max_rows: int = 256,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        if max_rows < 1:
+            raise RequestError(f"max_rows is {max_rows}, must be at least 1")
+        self.policy, self.eos, self.max_rows, self.tokenizer = policy, eos, max_rows, tokenizer
+        self.version = 0
+        self.counters = Work()
+        self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
+        self._driver: asyncio.Task[None] | None = None
+        # always the same thread: OpenMP keeps a team of threads for each thread that computes
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="verl-generate")
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Response]:
+        """See ``RolloutEngine``. Calls of one event-loop turn are computed as one batch, in call order, so their
+        results are reproducible to the bit; a call made while a batch is running waits for its end."""
+        self._check(requests, sampling)
+        call, now = _Call(sampling), time.monotonic()
+        call.rows = [_Row(call, r, noise_key(sampling.seed, r.prompt_id, r.sample), now) for r in requests]
+        if not call.rows:
+            return
+        self._waiting.append(call)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            for _ in requests:
+                result = await call.results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:  # a caller that stops early leaves no work behind
+            for row in call.rows:
+                row.aborted = True
+
+    def abort(self, row_ids: Iterable[str]) -> None:
+        """End these rows after the token being computed; unknown ids are ignored, as their rows may have just ended."""
+        wanted = set(row_ids)
+        for call in (*self._waiting, *self._running):
+            for row in call.rows:
+                row.aborted |= row.request.row_id in wanted
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        limit = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop texts need the engine's tokenizer")
+        seen: set[str] = set()
+        for r in requests:
+            n = len(r.prompt_ids)
+            if not n:
+                raise RequestError(f"row {r.row_id}: the prompt has no tokens, so nothing predicts the first one")
+            if limit is not None and n + sampling.max_new_tokens > limit:
+                raise RequestError(
+                    f"row {r.row_id}: {n} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
+                    f"{n + sampling.max_new_tokens}, the model has {limit} positions"
+                )
+            if r.row_id in seen:
+                raise RequestError(f"row {r.row_id} is requested twice")
+            seen.add(r.row_id)
+
+    async def _drive(self) -> None:
+        """Compute waiting calls, batch after batch; those of equal sampling at the head of the queue are one batch."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(call: _Call, result: Response | BaseException) -> None:
+            loop.call_soon_threadsafe(call.results.put_nowait, result)
+
+        try:
+            while self._waiting:
+                sampling = self._waiting[0].sampling
+                while self._waiting and self._waiting[0].sampling == sampling:
+                    self._running.append(self._waiting.pop(0))
+                rows = [row for call in self._running for row in call.rows]
+                try:
+                    await loop.run_in_executor(self.thread, self._generate, rows, sampling, deliver)
+                except Exception as error:
+                    for call in self._running:
+                        deliver(call, error)
+                self._running = []
+        finally:  # cancelled: the thread may still compute, and callers may still wait
+            for call in (*self._running, *self._waiting):
+                for row in call.rows:
+                    row.aborted = True
+                call.results.put_nowait(RunError("generation was cancelled"))
+            self._running, self._waiting = [], []
+
+    def _generate(
+        self, rows: Sequence[_Row], sampling: Sampling, deliver: Callable[[_Call, Response | BaseException], None]
+    ) -> None:
+        """In the computing thread: all rows to their ends."""
+        version = self.version
+        with _evaluating(self.policy), torch.no_grad():
+            for row in _Batch(self.policy, self.eos, self.max_rows, self.tokenizer, self.counters, sampling).run(rows):
+                assert row.reason is not None
+                deliver(
+                    row.call,
+                    Response(
+                        row_id=row.request.row_id,
+                        ids=tuple(row.ids),
+                        logprobs=tuple(row.logprobs),
+                        finish_reason=row.reason,
+                        version=version,
+                        seconds=time.monotonic() - row.asked,
+                    ),
+                )
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Dropout and gradient checkpointing off."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+class _Batch:
+    """The continuous batch: ``rows`` and ``groups`` are in the order of their cache slots."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        eos: frozenset[int],
+        max_rows: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        counters: Work,
+        sampling: Sampling,
+    ) -> None:
+        self.policy, self.eos, self.max_rows, self.counters, self.sampling = policy, eos, max_rows, counters, sampling
+        self.stop = _StopTexts(tokenizer, sampling.stop) if tokenizer is not None and sampling.stop else None
+        self.cache = Cache()
+        self.rows: list[_Row] = []
+        self.groups: list[_Group] = []
+        self.by_prompt: dict[tuple[int, ...], _Group] = {}
+        self.needed: Counter[tuple[int, ...]] = Counter()  # rows of each prompt that have not ended, waiting ones too
+
+    def run(self, rows: Sequence[_Row]) -> Iterator[_Row]:
+        """Gives rows as they end, ``reason`` set."""
+        self.needed.update(row.request.prompt_ids for row in rows)
+        self.cache.responses.reserve(min(self.max_rows, len(rows)), 16)
+        waiting = deque(rows)
+        while waiting or self.rows:
+            new = [waiting.popleft() for _ in range(min(len(waiting), self.max_rows - len(self.rows)))]
+            self._admit(new)
+            yield from self._leave()
+            if self.rows:
+                self._decode()
+                yield from self._leave()
+
+    def _admit(self, new: Sequence[_Row]) -> None:
+        """Prefill the prompts that are new and sample each row's first token."""
+        self.rows.extend(new)
+        for row in new:
+            if row.aborted:
+                row.reason = "abort"
+        new = [row for row in new if row.reason is None]
+        if not new:
+            return
+        prompts = [p for p in dict.fromkeys(row.request.prompt_ids for row in new) if p not in self.by_prompt]
+        for part in _by_tokens(prompts, PREFILL_TOKENS):
+            layout = PrefillLayout(self.cache, part, len(self.groups), self.policy.device)
+            hidden = self.policy.hidden(layout.packed.ids, layout.packed.positions, layout)[layout.last]
+            for prompt, first in zip(part, hidden, strict=True):
+                self.by_prompt[prompt] = _Group(prompt, first)
+                self.groups.append(self.by_prompt[prompt])
+            self.counters.prefills += len(part)
+            self.counters.prefill_tokens += len(layout.packed)
+        groups = [self.by_prompt[row.request.prompt_ids] for row in new]
+        place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+        logits = self.policy.logits(torch.stack([group.first for group in place]))
+        self._extend(new, logits[[place[group] for group in groups]])
+
+    def _decode(self) -> None:
+        """One token for every row."""
+        slot = {group: i for i, group in enumerate(self.groups)}
+        layout = DecodeLayout(
+            self.cache,
+            groups=[slot[self.by_prompt[row.request.prompt_ids]] for row in self.rows],
+            prompt_lengths=[len(group.prompt_ids) for group in self.groups],
+            places=[len(row.ids) - 1 for row in self.rows],
+            device=self.policy.device,
+        )
+        ids = torch.tensor([row.ids[-1] for row in self.rows], device=self.policy.device)
+        self._extend(self.rows, self.policy.logits(self.policy.hidden(ids, layout.positions, layout)))
+        self.counters.decode_steps += 1
+        self.counters.decode_rows += len(self.rows)
+
+    def _extend(self, rows: Sequence[_Row], logits: Tensor) -> None:
+        """Sample each row's next token from its ``logits [N, V]`` and see whether it is the last."""
+        keys = torch.tensor([row.key for row in rows], device=logits.device)
+        positions = torch.tensor([len(row.ids) for row in rows], device=logits.device)
+        ids, logprobs = choose(logits, uniforms(keys, positions), self.sampling)
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            if token in self.eos or (self.stop and self.stop.ends(row.ids)):
+                row.reason = "stop"
+            elif len(row.ids) == self.sampling.max_new_tokens:
+                row.reason = "length"
+            elif row.aborted:
+                row.reason = "abort"
+
+    def _leave(self) -> list[_Row]:
+        """Take out the rows that ended, and the prompts that no row needs any more."""
+        gone = [row for row in self.rows if row.reason is not None]
+        if not gone:
+            return gone
+        self.needed.subtract(row.request.prompt_ids for row in gone)
+        kept = [self.needed[group.prompt_ids] > 0 for group in self.groups]
+        self.rows = self.cache.responses.keep(self.rows, [row.reason is None for row in self.rows])
+        self.groups = self.cache.prompts.keep(self.groups, kept)
+        self.by_prompt = {group.prompt_ids: group for group in self.groups}
+        return gone
+
+
+def _by_tokens(prompts: Sequence[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
+    """Runs of prompts of at most ``budget`` tokens together; a longer prompt is a run of its own."""
+    part: list[tuple[int, ...]] = []
+    tokens = 0
+    for prompt in prompts:
+        if part and tokens + len(prompt) > budget:
+            yield part
+            part, tokens = [], 0
+        part.append(prompt)
+        tokens += len(prompt)
+    if part:
+        yield part
+
+
+class _StopTexts:
+    """Looks for stop texts in the decoded tail of a response."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        # a token is at least one byte of text; a few more, as decoding may strip or garble the first of a tail
+        self.tail = max(len(text.encode()) for text in texts) + 4
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(ids[-self.tail :], skip_special_tokens=False)
+        return any(stop in text for stop in self.texts)

@@ -1,0 +1,341 @@
+"""The life of a run: prepare, laps, evaluations, checkpoints, a clean end. Command line and trainers share it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.export import model_files
+from verl.checkpoint.rng import restore_rng, rng_state
+from verl.checkpoint.store import Checkpoint, CheckpointStore
+from verl.config.errors import RequestError
+from verl.config.load import dump, notes
+from verl.config.run import RunConfig
+from verl.data.loader import PromptDataset, Prompts, open_prompts
+from verl.dataflow.graph import DataFlow
+from verl.metrics.names import member
+from verl.metrics.readings import memory_readings
+from verl.metrics.record import Recorder, Sample, Sink, mean_present
+from verl.metrics.sinks import ConsoleSink, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
+from verl.models.factory import load_tokenizer
+from verl.runtime.controller import Collected, Controller, LapResult
+from verl.runtime.launch import close, device_of, launch
+from verl.trainer.flows import FLOWS, needs
+from verl.workers.rollout import Draw
+
+log = logging.getLogger(__name__)
+
+SAMPLES_PER_STEP = 4
+
+
+@dataclass
+class Answer:
+    """A held-out prompt and its greedy answer."""
+
+    prompt: str
+    response: str
+    reward: float | None
+
+
+@dataclass
+class Evaluation:
+    """Greedy answers on the held-out set after ``step`` laps; metrics are named as in docs/metrics.md."""
+
+    step: int
+    metrics: dict[str, float]
+    answers: list[Answer] = field(repr=False)
+
+
+@dataclass
+class Summary:
+    """How a run ended. ``stopped_by`` is the signal that ended it early, if one did."""
+
+    run_dir: Path
+    step: int
+    first: dict[str, float | None] = field(default_factory=dict)  # metrics of this process's first lap
+    last: dict[str, float | None] = field(default_factory=dict)
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    stopped_by: signal.Signals | None = None
+
+
+class Run:
+    """One run in one run directory. Building it loads nothing; ``prepare`` does, and says what is missing."""
+
+    def __init__(self, cfg: RunConfig, flow: DataFlow | None = None, *, console: bool = True) -> None:
+        self.cfg = cfg
+        self.folder = Path(cfg.run_dir)
+        self.store = CheckpointStore(self.folder / "checkpoints", cfg.checkpoint.keep)
+        self._flow, self._show = flow, console
+        self._stop: signal.Signals | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: list[Callable[[], Any]] = []
+        self._first: dict[str, float | None] = {}
+        self.before: Evaluation | None = None
+        self.recorder: Recorder | None = None
+
+    # -- set up ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, resume: Checkpoint | None = None, *, write: bool = True) -> None:
+        """Load data and models, build the workers, continue from ``resume``. ``write``: fill the run folder."""
+        cfg = self.cfg
+        flow = self._flow if self._flow is not None else FLOWS[cfg.algorithm.name](cfg)
+        self.plan = flow.compile(needs(cfg))
+        device = device_of(cfg.device_map)
+        actor = cfg.actor_model_config
+        self.tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
+        limits: Any = {"max_prompt_length": cfg.max_prompt_length, "overlong": cfg.overlong}
+        data = PromptDataset.of(cfg.dataset, cfg.columns, cache_dir=cfg.dataset_cache_dir)
+        self.feed = data.feed(
+            self.tokenizer, seed=cfg.seed, shuffle=cfg.shuffle, streaming=cfg.streaming, **limits
+        )  # fmt: skip
+        self.held_out: Prompts | None = None
+        if cfg.eval.dataset is not None:
+            self.held_out = open_prompts(
+                cfg.eval.dataset, self.tokenizer, columns=cfg.columns, cache_dir=cfg.dataset_cache_dir, **limits
+            )
+        self.total_steps = self._total_steps()
+        workers = launch(cfg, self.plan, self.tokenizer, self.total_steps * self._steps_per_lap(), device)
+        self._closing.append(lambda: close(workers))
+        workers.rewards.check(data.field_names)
+        self.controller = Controller(cfg, self.plan, workers, self.feed, self.tokenizer)
+        if resume is not None:
+            self._restore(resume)
+        if write:
+            self._open_sinks(resume.step if resume is not None else None)
+        for line in [*notes(cfg), f"prompts: {dict(self.feed.counts)}, device {device}"]:
+            self.say(line)
+
+    def _total_steps(self) -> int:
+        """Laps of the whole run; an epoch ends with the lap that draws its last prompt."""
+        cfg = self.cfg
+        if cfg.total_steps is not None:
+            return cfg.total_steps
+        if self.feed.size is None:
+            raise RequestError("a stream's length is not known: set total_steps instead of total_epochs")
+        assert cfg.train_batch_size and cfg.group_size
+        prompts_per_lap = cfg.train_batch_size // cfg.group_size
+        return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // prompts_per_lap))
+
+    def _steps_per_lap(self) -> int:
+        cfg = self.cfg
+        assert cfg.train_batch_size and cfg.mini_batch_size
+        return cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
+
+    def _open_sinks(self, resume_step: int | None) -> None:
+        cfg, folder = self.cfg, self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(cfg))
+        (folder / "logs").mkdir(exist_ok=True)
+        sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step)]
+        samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SAMPLES_PER_STEP, resume_step)]
+        if cfg.metrics.tensorboard:
+            board = TensorBoardSink(folder / "tensorboard", resume_step)
+            sinks.append(board)
+            samples.append(board)
+        if cfg.metrics.prometheus_port is not None:
+            sinks.append(PrometheusSink(cfg.metrics.prometheus_port))
+        self.console = ConsoleSink(self.total_steps) if self._show else None
+        handlers: list[logging.Handler] = [logging.FileHandler(folder / "logs" / "controller.log")]
+        handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        if self.console is not None:
+            sinks.append(self.console)
+            handlers.append(self.console.handler())
+        root = logging.getLogger("verl")
+        root.setLevel(cfg.log_level)
+        for handler in handlers:
+            root.addHandler(handler)
+            self._closing.append(lambda h=handler: (root.removeHandler(h), h.close()))
+        self.recorder = Recorder(sinks, samples, alarms=cfg.metrics.alarms)
+        self._closing.append(self.recorder.close)
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches."""
+        log.info(text)
+
+    # -- laps ------------------------------------------------------------------------------------------------------
+
+    def _await(self, work: Any) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._closing.append(self._loop.close)
+        return self._loop.run_until_complete(work)
+
+    def step(self) -> LapResult:
+        """One lap: rollout, reward, update; recorded, and saved when due."""
+        assert self.recorder is not None
+        result: LapResult = self._await(self.controller.lap())
+        result.metrics |= memory_readings(self.controller.workers.device)
+        step = self.controller.step
+        self._first = self._first or result.metrics
+        self.recorder.step(step, result.metrics)
+        self.recorder.samples(step, _samples(result.collected))
+        every = self.cfg.checkpoint.every_steps
+        if every and step % every == 0 and step < self.total_steps:
+            self.save()
+        return result
+
+    def train(self) -> Summary:
+        """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
+        every = self.cfg.eval.every_steps
+        last: dict[str, float | None] = {}
+        with _signals(self._on_signal):
+            if self.held_out is not None and self.controller.step == 0:
+                self.before = self.evaluate()
+            while self.controller.step < self.total_steps and self._stop is None:
+                last = self.step().metrics
+                step = self.controller.step
+                if self.held_out is not None and every and step % every == 0 and step < self.total_steps:
+                    self.evaluate()
+            after = self.evaluate() if self.held_out is not None and self._stop is None else None
+            if self.controller.step > 0 and self.store.latest() != self.controller.step:
+                self.save()
+        return Summary(self.folder, self.controller.step, self._first, last, self.before, after, self._stop)
+
+    def evaluate(self) -> Evaluation:
+        """Greedy answers to the held-out prompts, scored by the run's rewards."""
+        assert self.held_out is not None
+        limit = min(self.cfg.eval.limit or len(self.held_out), len(self.held_out))
+        draws = [Draw(i, self.held_out[i]) for i in range(limit)]
+        greedy = dataclasses.replace(self.controller.sampling, greedy=True)
+        start = time.perf_counter()
+        collected: Collected = self._await(self.controller.sample(draws, 1, greedy))
+        metrics = _evaluation_metrics(collected) | {"time/eval": time.perf_counter() - start}
+        step = self.controller.step
+        self.say(f"held-out, after {step} steps: " + ", ".join(f"{k} {v:.3g}" for k, v in metrics.items()))
+        if self.recorder is not None:
+            with (self.folder / "eval.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        answers = [
+            Answer(row.draw.prompt.text, text, total)
+            for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
+        ]
+        return Evaluation(step, metrics, answers)
+
+    # -- stops -----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop is not None:
+            raise KeyboardInterrupt
+        self._stop = number
+        self.say(f"{number.name}: finishing this step, then saving; once more stops at once and loses the step")
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state."""
+        start = time.perf_counter()
+        workers, cfg = self.controller.workers, self.cfg
+        parts: dict[str, Any] = {}
+        engines = {"actor": workers.actor.engine}
+        if workers.critic is not None:
+            engines["critic"] = workers.critic.engine
+        scalars: dict[str, Any] = {}
+        for name, engine in engines.items():
+            parts[name] = dict(engine.shards())
+            parts[f"{name}_optimizer"], scalars[name] = engine.state()
+        parts["rng"] = rng_state()
+        parts["state"] = {
+            "controller": self.controller.state(),
+            "optimizers": scalars,
+            "fingerprint": self.feed.fingerprint,
+            "before": None if self.before is None else dataclasses.asdict(self.before),
+        }
+        policy = workers.rollout.engine.policy
+        path = self.store.save(
+            self.controller.step, parts, {"hf": model_files(policy.lm, self.tokenizer, cfg.actor_model_config)}
+        )
+        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        return path
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        workers = self.controller.workers
+        state = checkpoint.json("state")
+        if state["fingerprint"] != self.feed.fingerprint:
+            raise RequestError(
+                f"{checkpoint.path} was saved with other prompts: data set, chat template, tokenizer or length limits "
+                "have changed since; resume with the ones it was trained on"
+            )
+        engines = {"actor": workers.actor.engine}
+        if workers.critic is not None:
+            engines["critic"] = workers.critic.engine
+        for name, engine in engines.items():
+            engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), state["optimizers"][name])
+        restore_rng(checkpoint.tensors("rng"))
+        self.controller.restore(state["controller"])
+        if state["before"] is not None:
+            saved = state["before"]
+            self.before = Evaluation(saved["step"], saved["metrics"], [Answer(**a) for a in saved["answers"]])
+
+    def close(self) -> None:
+        """Let go of threads, processes, files and the screen; a second call does nothing."""
+        while self._closing:
+            self._closing.pop()()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _samples(collected: Collected) -> list[Sample]:
+    """Rows for ``samples.jsonl``: evenly spaced over the lap."""
+    n = len(collected.rows)
+    scores = collected.scores
+    picked = [i * n // SAMPLES_PER_STEP for i in range(min(SAMPLES_PER_STEP, n))]
+    return [
+        Sample(
+            row_id=row.id,
+            prompt=row.draw.prompt.text,
+            response=collected.texts[i],
+            response_ids=row.response.ids,
+            logprobs=row.response.logprobs,
+            finish_reason=row.response.finish_reason,
+            reward=scores.totals[i],
+            rewards={name: values[i] for name, values in (scores.per_reward | scores.extra).items()},
+            version=row.response.version,
+        )
+        for i in picked
+        for row in [collected.rows[i]]
+    ]
+
+
+def _evaluation_metrics(collected: Collected) -> dict[str, float]:
+    rows, totals = collected.rows, collected.scores.totals
+    reward, scored = mean_present(totals)
+    metrics: dict[str, float | None] = {
+        "eval/reward_mean": reward,
+        "eval/accuracy": sum(t is not None and t >= 1 for t in totals) / scored if scored else None,
+        "eval/length_mean": sum(len(row.response.ids) for row in rows) / len(rows),
+        "eval/truncated": sum(row.response.finish_reason == "length" for row in rows) / len(rows),
+        "eval/rows": len(rows),
+    }
+    for name, values in (collected.scores.per_reward | collected.scores.extra).items():
+        metrics[member("eval/<name>", name)] = mean_present(values)[0]
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call ``handler`` meanwhile. Elsewhere than in the main thread Python allows no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(n, lambda number, _: handler(signal.Signals(number))) for n in numbers]
+    try:
+        yield
+    finally:
+        for n, old in zip(numbers, before, strict=True):
+            signal.signal(n, old)

@@ -1,0 +1,93 @@
+"""``PPOTrainer``: PPO from Python, one lap per ``step``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.config.errors import RequestError
+from verl.config.load import load_config
+from verl.config.run import RunConfig
+from verl.data.loader import PreferenceDataset
+from verl.rewards.pairwise import fit_reward_head
+from verl.runtime.launch import device_of
+from verl.trainer.rl import RLTrainer
+
+log = logging.getLogger(__name__)
+
+PARALLEL = ("fsdp", "tensor_parallel_size")
+
+
+class PPOTrainer(RLTrainer):
+    """PPO on a policy and a value model. The constructor loads nothing; the first ``step`` does.
+
+    ``value_model``: a model of its own, or ``"value_head"`` (default) for a head on the policy's backbone.
+    ``batch_size``: rows of one lap (``train_batch_size``). ``optimizer``: a name or a factory
+    ``factory(parameters, lr=lr)``. ``parallel_config``: ``{"fsdp": True, "tensor_parallel_size": 1}``.
+    With a ``PreferenceDataset`` and no reward, a pairwise reward head is fitted on the pairs first.
+    Other keywords are keys of the configuration (docs/configuration.md).
+    """
+
+    def __init__(
+        self,
+        policy_model: Any,
+        value_model: Any = "value_head",
+        *,
+        optimizer: Any = "adamw",
+        lr: float | None = None,
+        batch_size: int | None = None,
+        dataset: Any = None,
+        parallel_config: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> None:
+        super().__init__(policy_model, dataset=dataset, **keys)
+        self._value_model, self._batch_size = value_model, batch_size
+        self._optimizer = {"name": optimizer} | ({} if lr is None else {"lr": lr})
+        self._parallel = dict(parallel_config or {})
+
+    def _values(self) -> dict[str, Any]:
+        if unknown := self._parallel.keys() - set(PARALLEL):
+            raise RequestError(f"parallel_config: unknown {sorted(unknown)}; it has {', '.join(PARALLEL)}")
+        width = self._parallel.get("tensor_parallel_size", 1)
+        if width != 1:
+            raise RequestError(
+                f"parallel_config.tensor_parallel_size {width} needs {width} devices in one process group; "
+                "this version trains on one device: set it to 1"
+            )
+        if "dataset" not in self._keys:
+            raise RequestError("PPOTrainer has no data set: pass dataset=, e.g. PreferenceDataset('pairs.jsonl')")
+        keys = super()._values()
+        algorithm = keys["algorithm"]
+        keys["algorithm"] = algorithm | {"name": "ppo"} if "algorithm" not in self._keys else algorithm
+        keys["actor_model_config"] = {"optimizer": self._optimizer} | keys["actor_model_config"]
+        if "critic_model_config" not in keys:
+            own = {"model_name_or_path": self._value_model}
+            keys["critic_model_config"] = {"shares": "actor"} if self._value_model == "value_head" else own
+        if self._batch_size is not None:
+            keys.setdefault("train_batch_size", self._batch_size)
+            keys.setdefault("rollout_batch_size", self._batch_size)
+        return keys
+
+    @property
+    def config(self) -> RunConfig:
+        values = self._values()
+        if values.get("reward_fn") is None and values.get("reward_model_config") is None:
+            if not isinstance(values["dataset"], PreferenceDataset):
+                raise RequestError("PPOTrainer has no reward: pass reward_fn=, reward_model_config=, or a PreferenceDataset")
+            folder = Path(values.get("run_dir", "runs/default")) / "reward_model"
+            values["reward_model_config"] = {"model_name_or_path": str(folder)}
+        return load_config(None, **values)
+
+    def _before_run(self, cfg: RunConfig) -> None:
+        """Fit the reward head that ``config`` has promised."""
+        reward = cfg.reward_model_config
+        folder = Path(cfg.run_dir) / "reward_model"
+        if reward is None or reward.model_name_or_path != str(folder) or not isinstance(cfg.dataset, PreferenceDataset):
+            return
+        log.warning("no reward given: fitting a pairwise reward head on the %d preference pairs", len(cfg.dataset))
+        policy = cfg.actor_model_config.model_name_or_path
+        fit = fit_reward_head(policy, cfg.dataset, folder, device_of(cfg.device_map))
+        held = "" if fit.held_out_accuracy is None else f", {fit.held_out_accuracy:.0%} of those held out"
+        log.warning("reward head: right on %.0f%% of %d fitted pairs%s", 100 * fit.accuracy, fit.pairs, held)

@@ -1,0 +1,34 @@
+"""The small facts of one lap: what goes down to the workers and what comes back up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.seats import MiniBatch, Seats
+
+
+@dataclass
+class Lap:
+    """One lap's decisions. ``forward`` seats every row for passes without gradients, ``update`` the trained rows."""
+
+    step: int  # 1-based
+    version: int  # of the weights that sampled the rows
+    kl_coef: float
+    forward: Seats | None = None
+    update: Seats | None = None  # mini-batches of all epochs, in order
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """Of the passes without gradients."""
+        if self.forward is None:
+            raise RuntimeError("rows are seated after collecting; no op may run before")
+        return self.forward.rows(0)
+
+    @property
+    def mini_batches(self) -> list[MiniBatch]:
+        """Of the updates."""
+        if self.update is None:
+            raise RuntimeError("rows are seated for the update before it starts")
+        return self.update.mini_batches
+

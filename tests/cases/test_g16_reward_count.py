@@ -87,9 +87,7 @@ def test_a_value_per_row_in_any_container_is_read_in_order(value: Any) -> None:
 
 
 def test_a_function_in_a_scoring_process_is_judged_the_same() -> None:
-    message = "graders:one_for_all: expected 4 values, one per row, received 1"
-    with (
-        Rewards(["tests.rewards.graders:one_for_all"], processes=1) as rewards,
-        pytest.raises(RewardError, match=message),
-    ):
+    message = "one_for_all: expected 4 values, one per row, received 1"
+    reward = "tests.rewards.graders:one_for_all"
+    with Rewards([reward], processes=1) as rewards, pytest.raises(RewardError, match=message):
         rewards.score(ROWS)

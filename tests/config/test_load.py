@@ -265,7 +265,7 @@ def test_dump_of_python_objects(tmp_path):
     with pytest.raises(ConfigError, match="pass the object from Python again") as caught:
         load_config(path)
     assert "<Module>" in str(caught.value)
-    again = load_config(path, actor_model_config={"model_name_or_path": "m"}, reward_fn=score)
+    again = load_config(path, actor_model_config={"model_name_or_path": "m"}, reward_fn=score, reward_weights=None)
     assert again.actor_model_config.model_name_or_path == "m"
 
 

@@ -137,7 +137,7 @@ def test_a_failing_batch_function_fails_all_its_rows(caplog: pytest.LogCaptureFi
         raise KeyError("k")
 
     rows = make_rows(["a"] * 5)
-    with pytest.raises(RewardError, match="broken.*row 0.*KeyError"):
+    with pytest.raises(RewardError, match=r"broken.*row 0.*KeyError"):
         score(broken, rows)
     scores = score([broken, len], rows, failure="drop")
     assert scores.totals == [None] * 5 and scores.counts["failed"] == 5

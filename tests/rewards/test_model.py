@@ -23,7 +23,7 @@ from verl.rewards.base import RewardRow, Rewards
 from verl.rewards.model import RewardModelScorer
 
 CPU = torch.device("cpu")
-WORDS = "a b c d e f g h what is blue red".split()
+WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "what", "is", "blue", "red"]
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 SETTINGS: Any = {"dtype": "fp32"}
 
@@ -184,7 +184,7 @@ def test_too_long_rows_lose_the_questions_start_first_and_are_counted(folder: st
 def test_a_dialogue_keeps_bos_and_its_end() -> None:
     ours = scorer(llama(), tiny.f_bpe(template="bos", bos_post=True), max_length=6)
     entry = ours._input(make_rows(["b"], prompt="xaxaxa")[0])
-    assert entry.ids == [1, 12, 4, 11, 5, 12][:1] + [4, 12, 4, 11, 5, 12][1:] and entry.cut
+    assert entry.ids == [1, 12, 4, 11, 5, 12] and entry.cut  # <bos>, then newline a:b newline
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path: Path, folder: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def children() -> set[int]:
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, rest = status.read_text().rsplit(")", 1)
+            rest = status.read_text().rsplit(")", 1)[1]
             command = (status.parent / "cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -67,9 +68,7 @@ def test_close_ends_every_process_and_dropping_does_too() -> None:
     assert children() - before == set()
 
 
-def test_close_while_scoring_raises_there(tmp_path: Path) -> None:
-    import threading
-
+def test_close_while_scoring_raises_there() -> None:
     rewards = Rewards([GRADERS + "hang"], processes=1)
     rewards.score(make_rows(["a"]))
     threading.Timer(0.3, rewards.close).start()
@@ -108,6 +107,12 @@ def test_async_functions_are_awaited_side_by_side_and_only_the_hung_row_fails() 
 def test_what_cannot_be_a_score_is_told_not_pickled() -> None:
     with Rewards([GRADERS + "opaque"], processes=1) as rewards, pytest.raises(RewardError, match="received a function"):
         rewards.score(make_rows(["a"]))
+
+
+def test_a_field_that_cannot_be_sent_is_told() -> None:
+    rows = make_rows(["a"], answer=[threading.Lock()])
+    with Rewards([GRADERS + "gold"], processes=1) as rewards, pytest.raises(RewardError, match="cannot pickle"):
+        rewards.score(rows)
 
 
 def test_a_script_without_main_guard_works_and_leaves_nothing(tmp_path: Path) -> None:

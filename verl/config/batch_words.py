@@ -123,7 +123,7 @@ def faults(words: BatchWords) -> list[Fault]:
         broken("gradient_accumulation_steps", f"must divide mini_batch_size {mini}", "mini_batch_size")
     elif micro and train % micro:
         broken("micro_batch_size", f"must divide {lap[0]} {train}", *lap)
-    elif micro and steps and train % (micro * steps):
+    elif micro and steps and not mini and train % (micro * steps):
         text = f"with micro_batch_size {micro} that is {micro * steps} rows per optimizer step"
         broken("gradient_accumulation_steps", f"{text}, which must divide {lap[0]} {train}", "micro_batch_size", *lap)
     elif steps and not micro and not mini:
@@ -166,6 +166,8 @@ def _nearest(words: BatchWords, key: str, rule: str | None) -> list[int]:
 def _candidates(words: BatchWords, now: int) -> set[int]:
     """Values that may fit: divisors of the sizes, and multiples of them around ``now``."""
     sizes = {words.train, words.rollout_batch_size, words.mini}
+    if words.micro_batch_size:
+        sizes.add(words.micro_batch_size * (words.gradient_accumulation_steps or 1))
     steps = {words.group_size, words.rollout_batch_size, math.lcm(words.rollout_batch_size, words.mini)}
     multiples = {s * k for s in steps for k in (1, 2, now // s, now // s + 1, now // s + 2) if k > 0}
     return multiples.union(*(_divisors(n) for n in sizes))

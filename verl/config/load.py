@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,9 +156,9 @@ def _message(detail: Any, cfg: RunConfig) -> str:
 def _without(raw: dict[str, Any], key: schema.Path) -> dict[str, Any]:
     """A copy that lacks one key."""
     head, rest = key[0], key[1:]
-    if not rest:
-        return {k: v for k, v in raw.items() if str(k) != head}
-    return raw | {head: _without(raw[head], rest)} if isinstance(raw.get(head), dict) else raw
+    if rest and isinstance(raw.get(head), dict):
+        return raw | {head: _without(raw[head], rest)}
+    return {k: v for k, v in raw.items() if str(k) != head}  # also where a name is short for the section
 
 
 def _touches(key: str, wrong: str) -> bool:
@@ -196,7 +197,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if isinstance(value, str):
-        return value.replace("${", "\\${")
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value if value is None or isinstance(value, bool | int | float) else _name(value)
 
 

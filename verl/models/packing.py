@@ -94,8 +94,7 @@ class _Bucket:
     k_index: Tensor
     mask: Tensor  # [N, 1, Lq, Lk]
     distance: Tensor  # [N, 1, Lq, Lk] query position minus key position
-    place: Tensor  # flat positions in [N * Lq] that hold real queries
-    target: Tensor  # their packed positions
+    real: Tensor  # [N, Lq] False on padded queries
 
 
 @dataclass
@@ -120,15 +119,14 @@ class Packed:
         del layer
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not options.dropout and not options.softcap:
             return self._attend_varlen(q, k, v, options)
-        out = torch.empty_like(q)
+        parts = []
         for b in self._buckets:
             mask = b.mask if options.window is None else b.mask & (b.distance < options.window)
             part = masked_attention(
                 q[b.q_index].transpose(1, 2), k[b.k_index].transpose(1, 2), v[b.k_index].transpose(1, 2), mask, options
             )
-            rows = part.transpose(1, 2).reshape(-1, *q.shape[1:])[b.place]
-            out = out.index_copy(0, b.target, rows)
-        return out
+            parts.append(part.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts)[self._place]
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -139,10 +137,12 @@ class Packed:
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         window = (-1 if options.window is None else options.window - 1, 0)  # causal, aligned at the ends
-        return varlen_attn(
+        out = varlen_attn(
             q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, window_size=window,
             scale=options.scale,
         )  # fmt: skip
+        assert isinstance(out, Tensor)  # a pair only where return_aux asks
+        return out
 
     @cached_property
     def _varlen(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -157,20 +157,32 @@ class Packed:
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
-        """Segments by size class (powers of two), so that padding costs at most a factor of two in attention alone."""
+        """Segments by size class (powers of two from 32), so that padding costs at most about a factor of two, and
+        that in attention alone."""
         starts = [0]
         for n in self.q_lengths:
             starts.append(starts[-1] + n)
         classes: dict[tuple[int, int], list[int]] = {}
         for s, spans in enumerate(self.k_spans):
-            size = (self.q_lengths[s].bit_length(), sum(e - b for b, e in spans).bit_length())
-            classes.setdefault(size, []).append(s)
+            queries, keys = self.q_lengths[s], sum(end - start for start, end in spans)
+            classes.setdefault((max(queries, 32).bit_length(), max(keys, 32).bit_length()), []).append(s)
         return [self._bucket(members, starts) for members in classes.values()]
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """``[T]`` where each packed position's query lies among the buckets' padded queries, laid end to end."""
+        place = torch.empty(len(self), dtype=torch.int64, device=self.ids.device)
+        at = 0
+        for b in self._buckets:
+            real = b.real.flatten().nonzero()[:, 0]
+            place[b.q_index.flatten()[real]] = real + at
+            at += b.real.numel()
+        return place
 
     def _bucket(self, members: list[int], starts: list[int]) -> _Bucket:
         pad = torch.nn.utils.rnn.pad_sequence
         queries = [torch.arange(starts[s], starts[s + 1]) for s in members]
-        keys = [torch.cat([torch.arange(b, e) for b, e in self.k_spans[s]]) for s in members]
+        keys = [torch.cat([torch.arange(start, end) for start, end in self.k_spans[s]]) for s in members]
         q_len = torch.tensor([len(x) for x in queries])[:, None]
         k_len = torch.tensor([len(x) for x in keys])[:, None]
         q_index, k_index = pad(queries, batch_first=True), pad(keys, batch_first=True)
@@ -179,13 +191,11 @@ class Packed:
         q_pos = q_at + (k_len - q_len)  # aligned at the ends: the last query sees every key
         distance = q_pos[:, :, None] - k_at[:, None, :]
         mask = (distance >= 0) & (k_at < k_len)[:, None, :]
-        mask[:, :, 0] |= q_at >= q_len  # a padded query sees one key, so that its softmax is finite; it is dropped
-        place = (q_at < q_len).flatten().nonzero()[:, 0]
+        real = q_at < q_len
+        mask[:, :, 0] |= ~real  # a padded query sees one key, so that its softmax is finite; it is dropped
+        distance[~real] = 0  # in any window
         device = self.ids.device
-        return _Bucket(
-            *(t.to(device) for t in (q_index, k_index, mask[:, None], distance[:, None], place)),
-            target=torch.cat(queries).to(device),
-        )
+        return _Bucket(*(t.to(device) for t in (q_index, k_index, mask[:, None], distance[:, None], real)))
 
 
 def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None) -> Packed:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.errors import RequestError, RewardError
+from verl.rewards.calls import InProcess, Outcome, is_async
 from verl.rewards.functions import Score, read_batch, read_row, resolve, unique
 from verl.rewards.match import Binding, bind
-from verl.rewards.pool import InProcess, Job, Outcome, Pool, default_size, is_async
+from verl.rewards.pool import Job, Pool, default_size
 
 if TYPE_CHECKING:
     import torch

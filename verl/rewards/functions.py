@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.config.errors import RequestError, RewardError
 from verl.rewards import rules
-from verl.rewards.pool import Opaque, Outcome, Target, load
+from verl.rewards.calls import Opaque, Outcome, Target, load
 
 
 class RewardShapeError(RewardError, ValueError):

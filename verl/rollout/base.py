@@ -37,7 +37,10 @@ class Sampling:
         faults = [
             message
             for broken, message in (
-                (self.temperature <= 0, f"temperature is {self.temperature}, must be above 0 (greedy=True takes modes)"),
+                (
+                    self.temperature <= 0,
+                    f"temperature is {self.temperature}, must be above 0 (greedy=True takes modes)",
+                ),
                 (not 0 < self.top_p <= 1, f"top_p is {self.top_p}, must be in (0, 1]"),
                 (self.top_k < 0, f"top_k is {self.top_k}, must be 0 (off) or more"),
                 (self.max_new_tokens < 1, f"max_new_tokens is {self.max_new_tokens}, must be at least 1"),

@@ -16,7 +16,6 @@ from torch import Tensor
 from verl.batch import Ragged
 from verl.models.packing import AttentionOptions, Packed
 
-
 Owner = TypeVar("Owner")
 
 
@@ -41,15 +40,15 @@ class Store:
         """Put ``k`` and ``v [T, H_kv, D]`` at ``slot [T]``, ``place [T]``."""
         kept = self.layers.get(layer)
         if kept is None or kept[0].shape[0] < self.slots or kept[0].shape[2] < self.length:
-            kept = self._grown(kept, k), self._grown(kept and kept[1:], v)
-            self.layers[layer] = kept
+            k_old, v_old = kept or (None, None)
+            kept = self.layers[layer] = self._grown(k_old, k), self._grown(v_old, v)
         for store, new in zip(kept, (k, v), strict=True):
             store[slot, :, place] = new
 
-    def _grown(self, old: Sequence[Tensor] | None, new: Tensor) -> Tensor:
+    def _grown(self, old: Tensor | None, new: Tensor) -> Tensor:
         store = new.new_zeros(self.slots, new.shape[1], self.length, new.shape[2])
-        if old:
-            store[: old[0].shape[0], :, : old[0].shape[2]] = old[0]
+        if old is not None:
+            store[: old.shape[0], :, : old.shape[2]] = old
         return store
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,11 @@ so weights may change between calls.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,7 @@ class NativeEngine:
     """A ``RolloutEngine`` on a ``Policy`` in this process.
 
     Args:
-        policy: whose parameters generate; in evaluation mode while it does.
+        policy: whose parameters generate.
         eos: every id that ends a response.
         max_rows: most rows decoded side by side.
         tokenizer: needed for stop texts only.
@@ -172,7 +172,7 @@ class NativeEngine:
     ) -> None:
         """In the computing thread: all rows to their ends."""
         version = self.version
-        with _evaluating(self.policy), torch.no_grad():
+        with torch.no_grad():  # not inference mode, whose tensors a model might keep
             for row in _Batch(self.policy, self.eos, self.max_rows, self.tokenizer, self.counters, sampling).run(rows):
                 assert row.reason is not None
                 deliver(
@@ -188,17 +188,6 @@ class NativeEngine:
                 )
 
 
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Dropout and gradient checkpointing off."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
-
-
 class _Batch:
     """The continuous batch: ``rows`` and ``groups`` are in the order of their cache slots."""
 
@@ -208,10 +197,10 @@ class _Batch:
         eos: frozenset[int],
         max_rows: int,
         tokenizer: PreTrainedTokenizerBase | None,
-        counters: Work,
+        work: Work,
         sampling: Sampling,
     ) -> None:
-        self.policy, self.eos, self.max_rows, self.counters, self.sampling = policy, eos, max_rows, counters, sampling
+        self.policy, self.eos, self.max_rows, self.work, self.sampling = policy, eos, max_rows, work, sampling
         self.stop = _StopTexts(tokenizer, sampling.stop) if tokenizer is not None and sampling.stop else None
         self.cache = Cache()
         self.rows: list[_Row] = []
@@ -248,8 +237,8 @@ class _Batch:
             for prompt, first in zip(part, hidden, strict=True):
                 self.by_prompt[prompt] = _Group(prompt, first)
                 self.groups.append(self.by_prompt[prompt])
-            self.counters.prefills += len(part)
-            self.counters.prefill_tokens += len(layout.packed)
+            self.work.prefills += len(part)
+            self.work.prefill_tokens += len(layout.packed)
         groups = [self.by_prompt[row.request.prompt_ids] for row in new]
         place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         logits = self.policy.logits(torch.stack([group.first for group in place]))
@@ -267,8 +256,8 @@ class _Batch:
         )
         ids = torch.tensor([row.ids[-1] for row in self.rows], device=self.policy.device)
         self._extend(self.rows, self.policy.logits(self.policy.hidden(ids, layout.positions, layout)))
-        self.counters.decode_steps += 1
-        self.counters.decode_rows += len(self.rows)
+        self.work.decode_steps += 1
+        self.work.decode_rows += len(self.rows)
 
     def _extend(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Sample each row's next token from its ``logits [N, V]`` and see whether it is the last."""
@@ -276,6 +265,10 @@ class _Batch:
         positions = torch.tensor([len(row.ids) for row in rows], device=logits.device)
         ids, logprobs = choose(logits, uniforms(keys, positions), self.sampling)
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise RunError(
+                    f"row {row.request.row_id}: the model's logits are not finite at response token {len(row.ids)}"
+                )
             row.ids.append(token)
             row.logprobs.append(logprob)
             if token in self.eos or (self.stop and self.stop.ends(row.ids)):
@@ -320,6 +313,6 @@ class _StopTexts:
         # a token is at least one byte of text; a few more, as decoding may strip or garble the first of a tail
         self.tail = max(len(text.encode()) for text in texts) + 4
 
-    def ends(self, ids: Sequence[int]) -> bool:
+    def ends(self, ids: list[int]) -> bool:
         text = self.tokenizer.decode(ids[-self.tail :], skip_special_tokens=False)
         return any(stop in text for stop in self.texts)

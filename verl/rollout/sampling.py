@@ -42,7 +42,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token per row of ``logits [N, V]`` (float32, overwritten) with ``noise [N]`` -> ids ``[N]``, logprobs ``[N]``.
+    """One token per row: ``logits [N, V]`` (float32, overwritten), ``noise [N]`` -> ids ``[N]``, logprobs ``[N]``.
 
     The draw inverts the cumulative distribution in vocabulary order, in float64: a rounding difference in the logits
     moves its boundaries by as little, so the same noise gives the same token.
@@ -63,6 +63,7 @@ def _choose(z: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
         z.masked_fill_(z < _least_kept(z, sampling), float("-inf"))
     weights = z.sub_(top).exp()
     ids, total = _invert(weights, noise)
+    ids.clamp_(max=z.shape[1] - 1)  # beyond for NaN only, which the logprob then shows
     return ids, (z.gather(1, ids[:, None])[:, 0] - total.log()).float()
 
 
@@ -88,7 +89,7 @@ def _first_above(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     running = x.cumsum(-1)
     total = running[:, -1]
     mark = (share * total)[:, None]
-    index = torch.searchsorted(running, mark, right=True)
+    index = torch.searchsorted(running, mark, right=True).clamp_(max=x.shape[1] - 1)  # beyond for NaN only
     value = x.gather(1, index)
     below = (mark - (running.gather(1, index) - value)) / value
     return index[:, 0], total, below[:, 0].clamp(0, 1 - 2.0**-52)

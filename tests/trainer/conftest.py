@@ -1,0 +1,42 @@
+"""A tiny model in a folder, and configurations that train it in a second."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny import f_bpe, f_llama, save
+from verl.config.load import load_config
+
+PROMPTS = [{"prompt": p, "answer": a} for p, a in zip(("xa", "xb", "xc", "ab", "ba", "bc", "ca", "us"), "abcabcab")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("tiny"), f_llama(), f_bpe(template="bos"))
+
+
+def low_ids(response_ids):
+    """A reward with signal on a random model: the share of tokens from the vocabulary's first half."""
+    return sum(i < 16 for i in response_ids) / len(response_ids)
+
+
+@pytest.fixture
+def config(tiny, tmp_path):
+    def make(**keys):
+        base = {
+            "actor_model_config": {"model_name_or_path": tiny, "optimizer": {"lr": 1e-3}},
+            "dataset": PROMPTS,
+            "reward_fn": "tests.trainer.conftest:low_ids",
+            "algorithm": {"name": "grpo"},
+            "rollout_batch_size": 16,
+            "micro_batch_size": 4,
+            "max_prompt_length": 16,
+            "max_response_length": 6,
+            "total_steps": 2,
+            "run_dir": str(tmp_path / "run"),
+            "metrics": {"tensorboard": False},
+        }
+        base["group_size"] = 4
+        return load_config(None, **(base | keys))
+
+    return make

@@ -15,18 +15,13 @@ def tiny(tmp_path_factory):
     return save(tmp_path_factory.mktemp("tiny"), f_llama(), f_bpe(template="bos"))
 
 
-def low_ids(response_ids):
-    """A reward with signal on a random model: the share of tokens from the vocabulary's first half."""
-    return sum(i < 16 for i in response_ids) / len(response_ids)
-
-
 @pytest.fixture
 def config(tiny, tmp_path):
     def make(**keys):
         base = {
             "actor_model_config": {"model_name_or_path": tiny, "optimizer": {"lr": 1e-3}},
             "dataset": PROMPTS,
-            "reward_fn": "tests.trainer.conftest:low_ids",
+            "reward_fn": "tests.trainer.reward:low_ids",
             "algorithm": {"name": "grpo"},
             "rollout_batch_size": 16,
             "micro_batch_size": 4,

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.batch import Batch, Ragged
+from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, UpdateReport
 from verl.engines.optim import Optimizer
@@ -39,8 +40,7 @@ class FsdpEngine:
         trainable = list(module.trainable())
         self.optimizer = Optimizer(trainable, optimizer, total_optimizer_steps) if trainable else None
         if gradient_checkpointing and trainable and not isinstance(module, SharedValue):
-            # there is no dropout, so the random state needs no saving
-            module.backbone.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            _recompute_layers(module.backbone)
 
     def forward(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
@@ -110,3 +110,14 @@ class FsdpEngine:
     def _pack(rows: Batch) -> Packed:
         groups = rows.tensor("group").tolist() if "group" in rows else None
         return pack(rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu"), groups)
+
+
+def _recompute_layers(backbone: nn.Module) -> None:
+    """Gradient checkpointing layer by layer while ``backbone`` is in training mode (there is no dropout, so the random
+    state needs no saving). ``RequestError`` where the architecture has none."""
+    # the first name is transformers' new one, the second the only one of older releases
+    enable: Any = getattr(backbone, "activation_checkpointing_enable", None) or backbone.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError as error:
+        raise RequestError(f"gradient_checkpointing: {error}; set it to false") from error

@@ -74,6 +74,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_entropy is None:
+            return (None,) * 10
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         temperature, scale, softcap, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

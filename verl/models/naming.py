@@ -17,8 +17,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in module.state_dict().items() if name not in again)
 
 
-def copy_by_name(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """``into[name] <- tensors[name]`` for every name; a missing, unknown or misshapen tensor is a ``RunError``."""
+def check_fit(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """``RunError`` unless both have the same names and shapes."""
     faults = [f"{name} is missing" for name in into.keys() - tensors.keys()]
     faults += [f"{name} is unknown" for name in tensors.keys() - into.keys()]
     faults += [
@@ -28,7 +28,12 @@ def copy_by_name(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
     ]
     if faults:
         shown = "; ".join(sorted(faults)[:8])
-        raise RunError(f"{len(faults)} of {len(into)} tensors don't fit the model: {shown}{' ...' * (len(faults) > 8)}")
+        raise RunError(f"{len(faults)} tensors don't fit the model: {shown}{' ...' * (len(faults) > 8)}")
+
+
+def copy_by_name(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """``into[name] <- tensors[name]`` for every name, or ``RunError`` and nothing copied."""
+    check_fit(into, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
             into[name].copy_(tensor)

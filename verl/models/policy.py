@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import RequestError
 from verl.models.logprobs import head_logits, token_logprobs
-from verl.models.naming import copy_by_name, own_tensors
+from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.packing import Layout, Packed, last_hidden
 
 
@@ -99,18 +100,18 @@ class Policy(nn.Module):
 
     def load(self, shards: Mapping[str, Tensor]) -> None:
         """Take back what ``shards`` gave, in place. ``RunError`` unless names and shapes are exactly those."""
-        own = dict(self.shards())
-        if not isinstance(self.lm, PeftModel) and own.keys() != dict(own_tensors(self.lm)).keys():
-            # a checkpoint of another layout (a mixture's experts one by one): let its own loader convert
-            base = base_model(self.lm)
-            copy_by_name(own, shards)  # copies of the weights: this only checks names and shapes
-            loaded, info = type(base).from_pretrained(
-                None, config=base.config, state_dict=dict(shards), dtype=self.dtype, output_loading_info=True
-            )
-            if info["missing_keys"] or info["unexpected_keys"]:
-                raise RunError(f"weights don't fit {type(base).__name__}: {info}")
-            own, shards = dict(own_tensors(self.lm)), dict(own_tensors(loaded))
-        copy_by_name(own, shards)
+        into = dict(self.shards())
+        check_fit(into, shards)
+        if not isinstance(self.lm, PeftModel):
+            own = dict(own_tensors(self.lm))
+            if own.keys() != into.keys():  # a file layout of its own (a mixture's experts one by one): let HF convert
+                base = base_model(self.lm)
+                converted: Any = type(base).from_pretrained(
+                    None, config=base.config, state_dict=dict(shards), dtype=self.dtype
+                )
+                shards = dict(own_tensors(converted))
+            into = own
+        copy_by_name(into, shards)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """While open, the policy is its base model."""

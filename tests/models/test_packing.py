@@ -1,0 +1,73 @@
+"""Packing and its attention, beside the plain model's numbers in test_policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.batch import Ragged
+from verl.models.packing import AttentionOptions, pack
+
+
+def ragged(*rows):
+    return Ragged.from_rows([list(r) for r in rows], dtype=torch.int64)
+
+
+def test_the_worked_example():
+    packed = pack(ragged([1, 2], [1, 2]), ragged([3, 4, 5], [6, 7]), [0, 0])
+    assert packed.ids.tolist() == [1, 2, 3, 4, 6]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 2]
+    assert packed.predict.values.tolist() == [1, 2, 3, 1, 4]
+    assert packed.q_lengths == [2, 2, 1]
+
+
+def test_without_groups_every_row_has_its_prompt():
+    packed = pack(ragged([1, 2], [1, 2]), ragged([3, 4], [6, 7]))
+    assert packed.ids.tolist() == [1, 2, 3, 1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "groups", "message"),
+    [
+        (([1], [2]), ([3], [4]), [0, 0], "different prompts"),
+        (([],), ([3],), None, "empty prompt"),
+        (([1],), ([],), None, "empty response"),
+        (([1],), ([2], [3]), None, "1 prompts for 2"),
+    ],
+)
+def test_rows_that_cant_be_packed(prompts, responses, groups, message):
+    with pytest.raises(ValueError, match=message):
+        pack(ragged(*prompts), ragged(*responses), groups)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_equals_the_slow_and_obvious_one(softcap, window, kv_heads):
+    """Segments of several size classes; values narrower than keys; gradients finite although padded queries exist."""
+    g = torch.Generator().manual_seed(0)
+    prompts, groups = ragged(range(40), range(40), range(3)), [0, 0, 1]
+    packed = pack(prompts, ragged(range(9), range(2), range(70)), groups)
+    heads, t = 2, len(packed)
+    q, k, v = (
+        torch.randn(t, h, d, generator=g, requires_grad=True) for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 5))
+    )
+    ours = packed.attend(0, q, k, v, AttentionOptions(scale=0.4, window=window, softcap=softcap))
+    slow = torch.empty(t, heads, 5)
+    at = 0
+    for n, spans in zip(packed.q_lengths, packed.k_spans, strict=True):
+        keys = torch.cat([torch.arange(a, b) for a, b in spans])
+        for i in range(n):
+            last = len(keys) - n + i + 1
+            seen = keys[max(0, last - window) if window else 0 : last]
+            for h in range(heads):
+                z = k[seen, h * kv_heads // heads] @ q[at + i, h] * 0.4
+                z = z if softcap is None else softcap * torch.tanh(z / softcap)
+                slow[at + i, h] = z.softmax(0) @ v[seen, h * kv_heads // heads]
+        at += n
+    torch.testing.assert_close(ours, slow, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(ours.shape, generator=g)
+    mine = torch.autograd.grad((ours * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((slow * weights).sum(), (q, k, v))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

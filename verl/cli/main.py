@@ -126,15 +126,8 @@ def main() -> None:
         if isinstance(error, click.ClickException):
             error.show()
             sys.exit(error.exit_code)
-        _fail(1, _describe(error))
+        _fail(1, str(error) or type(error).__name__)
     sys.exit(0)
-
-
-def _describe(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    if type(error).__name__ == "OutOfMemoryError":
-        text += "\nless memory: halve micro_batch_size and double gradient_accumulation_steps (the maths stay the same)"
-    return text
 
 
 def _fail(status: int, message: str) -> None:

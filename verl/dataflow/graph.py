@@ -236,7 +236,7 @@ class DataFlow:
 
     def _check_reached(self, actor: Actor) -> None:
         """Every node must lead to the actor's update."""
-        reaches = {actor}
+        reaches: set[Node] = {actor}
         while True:
             more = {s.node for s, t in self.edges if t.node in reaches} - reaches
             if not more:

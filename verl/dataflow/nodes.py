@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from verl.config.errors import RequestError
 
-
 ROWS = ("prompt_ids", "response_ids", "group")  # what a model needs to compute on rows; a group shares its prompt
 
 

@@ -64,7 +64,7 @@ def fit_reward_head(policy: Any, data: PreferenceDataset, folder: Path, device: 
 
 
 def _fit(difference: Tensor) -> Tensor:
-    """``[D]`` weights of the ridge-regularised logistic fit to ``difference [N, D]``, by L-BFGS (convex: one answer)."""
+    """``[D]`` weights of the ridge logistic fit to ``difference [N, D]``, by L-BFGS (convex: one answer)."""
     scale = difference.square().mean(0).sqrt().clamp(min=1e-6)
     x = difference / scale
     w = torch.zeros(x.shape[1], requires_grad=True)
@@ -76,7 +76,7 @@ def _fit(difference: Tensor) -> Tensor:
         value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     return w.detach() / scale
 
 
@@ -84,12 +84,12 @@ def _with_new_head(policy: Any) -> Any:
     """The policy's backbone with a new one-number head; a loaded module is copied, not changed."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    config = copy.deepcopy(policy.config) if isinstance(policy, nn.Module) else AutoConfig.from_pretrained(policy)
+    config: Any = copy.deepcopy(policy.config) if isinstance(policy, nn.Module) else AutoConfig.from_pretrained(policy)
     config.num_labels = 1
     try:
         if isinstance(policy, nn.Module):
             model = AutoModelForSequenceClassification.from_config(config)
-            model.base_model.load_state_dict(policy.base_model.state_dict())
+            model.base_model.load_state_dict(policy.base_model.state_dict())  # type: ignore[union-attr]
             return model
         return AutoModelForSequenceClassification.from_pretrained(policy, config=config)
     except ValueError as error:

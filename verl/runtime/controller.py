@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.algorithms.kl import KLController
 from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError, RunError
+from verl.config.load import memory_advice
 from verl.config.run import RunConfig
 from verl.data.loader import Prompt, PromptFeed
 from verl.dataflow.graph import Plan
@@ -29,6 +30,7 @@ from verl.dataflow.nodes import Op
 from verl.metrics.names import member
 from verl.metrics.readings import latency_percentiles
 from verl.metrics.record import mean_present, with_count
+from verl.models.policy import Policy
 from verl.rewards.base import Rewards, Scores
 from verl.rollout.base import Sampling
 from verl.seats import Seats, seat
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 class Workers:
     """What hosts the nodes' ops: one worker per role, and the thread that computes for all that share the device."""
 
+    policy: Policy
     actor: ActorWorker
     rollout: RolloutWorker
     rewards: Rewards
@@ -88,7 +91,6 @@ class Controller:
         feed: PromptFeed,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        assert cfg.train_batch_size and cfg.mini_batch_size and cfg.micro_batch_size and cfg.group_size
         self.cfg, self.plan, self.workers = cfg, plan, workers
         self.feed, self.tokenizer = feed, tokenizer
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
@@ -125,18 +127,32 @@ class Controller:
         metrics["time/step"] = end - start
         metrics["throughput/tokens_per_second"] = _tokens(collected.rows) / (end - start)
         metrics["data/epoch"] = self.feed.epoch
+        metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
         kl = metrics.setdefault("kl/mean", None)
-        if kl is not None and not math.isnan(kl):
+        if kl is not None:
             self.kl.update(kl, len(batch))
         return LapResult(metrics, collected)
 
     async def _run(self, op: Op, batch: Batch, lap: Lap, seconds: dict[str, float]) -> None:
         start = time.perf_counter()
-        with _located(op.label, lap.step):
+        with self._located(op.label):
             if op.name == "update" and lap.update is None:
                 lap.update = self._update_seats(batch, lap)
             await asyncio.get_running_loop().run_in_executor(self.workers.compute, self.workers.method(op), batch, lap)
         seconds[op.label] = time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _located(self, label: str) -> Iterator[None]:
+        """Failures name the op and the step; what is wrong with the request keeps its kind."""
+        try:
+            yield
+        except RequestError:
+            raise
+        except Exception as error:
+            text = f"step {self.step + 1}, {label}: {error or type(error).__name__}"
+            if isinstance(error, torch.OutOfMemoryError):
+                text += "\n" + memory_advice(self.cfg)
+            raise RunError(text) from error
 
     @staticmethod
     async def _gather(tasks: Sequence[Awaitable[Any]]) -> None:
@@ -159,7 +175,6 @@ class Controller:
     async def _collect(self) -> Collected:
         """Rollouts of one version until the lap's rows are there; rewards are scored as rows finish."""
         cfg = self.cfg
-        assert cfg.train_batch_size and cfg.group_size
         rounds = []
         for _ in range(cfg.train_batch_size // cfg.rollout_batch_size):
             draws = [self._draw(p) for p in self.feed.take(cfg.rollout_batch_size // cfg.group_size)]
@@ -186,13 +201,13 @@ class Controller:
 
         async def score(part: list[Row]) -> Scores:
             for row in part:
-                texts[row.id] = self.tokenizer.decode(row.response.ids, skip_special_tokens=True)
-            with _located("reward.score", self.step + 1):
+                texts[row.id] = str(self.tokenizer.decode(list(row.response.ids), skip_special_tokens=True))
+            with self._located("reward.score"):
                 return await asyncio.to_thread(rewards.score, [reward_row(row, texts[row.id]) for row in part])
 
         async def feed(share: Sequence[Draw]) -> None:
             groups: dict[str, list[Row]] = {}
-            with _located("rollout.generate", self.step + 1):
+            with self._located("rollout.generate"):
                 async for row in self.workers.rollout.generate(share, n, sampling):
                     rows.append(row)
                     group = groups.setdefault(row.draw.id, [])
@@ -241,7 +256,6 @@ class Controller:
 
     def _seat(self, batch: Batch, trained: Sequence[int], *, passes_only: bool) -> Seats:
         cfg = self.cfg
-        assert cfg.train_batch_size and cfg.mini_batch_size and cfg.micro_batch_size
         mask = batch.ragged("response_mask")
         loss_tokens = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, mask.row_index, mask.values.long())
         return seat(
@@ -322,15 +336,3 @@ def _tokens(rows: Sequence[Row]) -> int:
 
 async def _as_coroutine(task: Awaitable[Any]) -> Any:
     return await task
-
-
-@contextlib.contextmanager
-def _located(label: str, step: int) -> Iterator[None]:
-    """Failures name the op and the step; what is wrong with the request keeps its kind."""
-    try:
-        yield
-    except RequestError:
-        raise
-    except Exception as error:
-        detail = str(error) or type(error).__name__
-        raise RunError(f"step {step}, {label}: {detail}") from error

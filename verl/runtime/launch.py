@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError
+from verl.config.load import check_context
 from verl.config.model import CriticConfig, ModelConfig
 from verl.config.run import RunConfig
 from verl.dataflow.graph import Plan
@@ -60,6 +61,8 @@ def launch(
     """Load models and build the workers. ``optimizer_steps``: of the whole run, for learning-rate schedules."""
     actor_cfg = cfg.actor_model_config
     policy = Policy(load_model(actor_cfg, device, resolve_dtype(actor_cfg.dtype, device)))
+    if limit := getattr(policy.config.get_text_config(), "max_position_embeddings", None):
+        check_context(cfg, limit)
 
     def engine(module: Policy | Value | SharedValue, config: ModelConfig) -> FsdpEngine:
         return FsdpEngine(module, config.optimizer, optimizer_steps, cfg.gradient_checkpointing)
@@ -78,7 +81,9 @@ def launch(
         critic = CriticWorker(engine(_value_model(critic_cfg, actor_cfg, policy, device), critic_cfg), cfg)
     rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
     rewards = build_rewards(cfg, device)
-    return Workers(ActorWorker(actor, cfg), RolloutWorker(rollout), rewards, critic, reference, device, rollout.thread)
+    return Workers(
+        policy, ActorWorker(actor, cfg), RolloutWorker(rollout), rewards, critic, reference, device, rollout.thread
+    )
 
 
 def _value_model(

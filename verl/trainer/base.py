@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import signal
@@ -21,10 +22,11 @@ from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.config.errors import RequestError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
+from verl.data import chat
 from verl.data.loader import PromptDataset, Prompts, open_prompts
 from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
-from verl.metrics.readings import memory_readings
+from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
 from verl.metrics.sinks import ConsoleSink, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
 from verl.models.factory import load_tokenizer
@@ -82,6 +84,7 @@ class Run:
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
         self.before: Evaluation | None = None
+        self.after: Evaluation | None = None  # the latest one
         self.recorder: Recorder | None = None
 
     # -- set up ----------------------------------------------------------------------------------------------------
@@ -107,13 +110,16 @@ class Run:
         self.total_steps = self._total_steps()
         workers = launch(cfg, self.plan, self.tokenizer, self.total_steps * self._steps_per_lap(), device)
         self._closing.append(lambda: close(workers))
+        self._utilisation = UtilisationMeter(device)
+        self._closing.append(self._utilisation.close)
         workers.rewards.check(data.field_names)
         self.controller = Controller(cfg, self.plan, workers, self.feed, self.tokenizer)
         if resume is not None:
             self._restore(resume)
         if write:
             self._open_sinks(resume.step if resume is not None else None)
-        for line in [*notes(cfg), f"prompts: {dict(self.feed.counts)}, device {device}"]:
+        counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
+        for line in [*notes(cfg), *chat.notes(self.tokenizer), f"prompts: {counts}; device: {device}"]:
             self.say(line)
 
     def _total_steps(self) -> int:
@@ -123,13 +129,11 @@ class Run:
             return cfg.total_steps
         if self.feed.size is None:
             raise RequestError("a stream's length is not known: set total_steps instead of total_epochs")
-        assert cfg.train_batch_size and cfg.group_size
         prompts_per_lap = cfg.train_batch_size // cfg.group_size
         return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // prompts_per_lap))
 
     def _steps_per_lap(self) -> int:
         cfg = self.cfg
-        assert cfg.train_batch_size and cfg.mini_batch_size
         return cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
 
     def _open_sinks(self, resume_step: int | None) -> None:
@@ -155,7 +159,7 @@ class Run:
         root.setLevel(cfg.log_level)
         for handler in handlers:
             root.addHandler(handler)
-            self._closing.append(lambda h=handler: (root.removeHandler(h), h.close()))
+            self._closing += [handler.close, functools.partial(root.removeHandler, handler)]
         self.recorder = Recorder(sinks, samples, alarms=cfg.metrics.alarms)
         self._closing.append(self.recorder.close)
 
@@ -178,6 +182,10 @@ class Run:
         result.metrics |= memory_readings(self.controller.workers.device)
         step = self.controller.step
         self._first = self._first or result.metrics
+        result.metrics |= self._utilisation.read()
+        every = self.cfg.eval.every_steps
+        if self.held_out is not None and (step == self.total_steps or (every and step % every == 0)):
+            result.metrics |= self.evaluate().metrics
         self.recorder.step(step, result.metrics)
         self.recorder.samples(step, _samples(result.collected))
         every = self.cfg.checkpoint.every_steps
@@ -187,20 +195,15 @@ class Run:
 
     def train(self) -> Summary:
         """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
-        every = self.cfg.eval.every_steps
         last: dict[str, float | None] = {}
         with _signals(self._on_signal):
             if self.held_out is not None and self.controller.step == 0:
                 self.before = self.evaluate()
             while self.controller.step < self.total_steps and self._stop is None:
                 last = self.step().metrics
-                step = self.controller.step
-                if self.held_out is not None and every and step % every == 0 and step < self.total_steps:
-                    self.evaluate()
-            after = self.evaluate() if self.held_out is not None and self._stop is None else None
             if self.controller.step > 0 and self.store.latest() != self.controller.step:
                 self.save()
-        return Summary(self.folder, self.controller.step, self._first, last, self.before, after, self._stop)
+        return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, self._stop)
 
     def evaluate(self) -> Evaluation:
         """Greedy answers to the held-out prompts, scored by the run's rewards."""
@@ -220,7 +223,8 @@ class Run:
             Answer(row.draw.prompt.text, text, total)
             for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
         ]
-        return Evaluation(step, metrics, answers)
+        self.after = Evaluation(step, metrics, answers)
+        return self.after
 
     # -- stops -----------------------------------------------------------------------------------------------------
 
@@ -251,9 +255,8 @@ class Run:
             "fingerprint": self.feed.fingerprint,
             "before": None if self.before is None else dataclasses.asdict(self.before),
         }
-        policy = workers.rollout.engine.policy
         path = self.store.save(
-            self.controller.step, parts, {"hf": model_files(policy.lm, self.tokenizer, cfg.actor_model_config)}
+            self.controller.step, parts, {"hf": model_files(workers.policy.lm, self.tokenizer, cfg.actor_model_config)}
         )
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         return path

@@ -75,7 +75,9 @@ class PPOTrainer(RLTrainer):
         values = self._values()
         if values.get("reward_fn") is None and values.get("reward_model_config") is None:
             if not isinstance(values["dataset"], PreferenceDataset):
-                raise RequestError("PPOTrainer has no reward: pass reward_fn=, reward_model_config=, or a PreferenceDataset")
+                raise RequestError(
+                    "PPOTrainer has no reward: pass reward_fn=, reward_model_config=, or a PreferenceDataset"
+                )
             folder = Path(values.get("run_dir", "runs/default")) / "reward_model"
             values["reward_model_config"] = {"model_name_or_path": str(folder)}
         return load_config(None, **values)

@@ -31,4 +31,3 @@ class Lap:
         if self.update is None:
             raise RuntimeError("rows are seated for the update before it starts")
         return self.update.mini_batches
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 
 import torch
@@ -81,7 +80,7 @@ class ActorWorker:
         m["policy/entropy"] = _ratio(sums.stats, "entropy", "tokens")
         m["policy/clip_fraction"] = _ratio(sums.stats, "clipped", "tokens")
         m["policy/kl_step"] = _ratio(sums.stats, "approx_kl", "tokens")
-        m["policy/ratio_max"] = sums.stats.get("ratio_max", float("nan"))
+        m["policy/ratio_max"] = sums.stats.get("ratio_max")
         m["policy/grad_norm"] = sum(norms) / len(norms) if norms else 0.0
         m["policy/lr"] = lr
         m["policy/optimizer_steps"] = steps
@@ -92,8 +91,8 @@ class ActorWorker:
         if "old_logprobs" in batch:
             old, sampled = batch.ragged("old_logprobs"), batch.ragged("sampled_logprobs")
             gap = (old.values - sampled.values).abs()[batch.ragged("response_mask").values]
-            m["rollout/logprob_diff_mean"] = gap.mean().item() if len(gap) else float("nan")
-            m["rollout/logprob_diff_max"] = gap.max().item() if len(gap) else float("nan")
+            m["rollout/logprob_diff_mean"] = gap.mean().item() if len(gap) else None
+            m["rollout/logprob_diff_max"] = gap.max().item() if len(gap) else None
         elif "gap_max" in sums.stats:
             m["rollout/logprob_diff_mean"] = _ratio(sums.stats, "gap", "tokens")
             m["rollout/logprob_diff_max"] = sums.stats["gap_max"]
@@ -163,7 +162,7 @@ class ReferenceWorker:
         ref = self._forward(sample, [list(range(k))]).values
         mask = sample.ragged("response_mask").values
         kl = kl_estimate(sample.ragged("sampled_logprobs").values, ref, mask, self.cfg.algorithm.kl_estimator)
-        lap.metrics["kl/mean"] = kl[mask].mean().item() if mask.any() else math.nan
+        lap.metrics["kl/mean"] = kl[mask].mean().item() if mask.any() else None
 
 
 class CriticWorker:
@@ -195,9 +194,9 @@ class CriticWorker:
         m["critic/lr"] = lr
         mask = batch.ragged("response_mask").values
         returns, values = batch.ragged("returns").values[mask], batch.ragged("values").values[mask]
-        m["critic/value_mean"] = values.mean().item() if len(values) else math.nan
+        m["critic/value_mean"] = values.mean().item() if len(values) else None
         variance = returns.var().item() if len(returns) > 1 else 0.0
-        m["critic/explained_variance"] = 1 - (returns - values).var().item() / variance if variance else math.nan
+        m["critic/explained_variance"] = 1 - (returns - values).var().item() / variance if variance else None
 
     def _loss(self, mini: MiniBatch):
         def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:

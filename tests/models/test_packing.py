@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tiny import f_gpt2, f_llama
 from verl.batch import Ragged
-from verl.models.packing import AttentionOptions, pack
+from verl.models.packing import ATTENTION, AttentionOptions, common_prefix, pack
+from verl.models.policy import Policy
 
 
 def ragged(*rows):
@@ -19,6 +21,35 @@ def test_the_worked_example():
     assert packed.positions.tolist() == [0, 1, 2, 3, 2]
     assert packed.predict.values.tolist() == [1, 2, 3, 1, 4]
     assert packed.q_lengths == [2, 2, 1]
+
+
+def test_what_all_prompts_start_with_is_stored_once():
+    start = list(range(1, 10))
+    packed = pack(ragged([*start, 20], [*start, 21, 22], [*start, 20]), ragged([3, 4], [5], [6, 7]), [0, 1, 0])
+    assert packed.ids.tolist() == [*start, 20, 3, 6, 21, 22]
+    assert packed.positions.tolist() == [*range(9), 9, 10, 10, 9, 10]
+    assert packed.predict.values.tolist() == [9, 10, 13, 9, 11]
+    assert packed.k_spans[2] == [(0, 9), (9, 10), (10, 11)]
+    assert common_prefix([start, start]) == 8  # each keeps its last token
+    assert common_prefix([start[:5], start[:6]]) == 0 and common_prefix([start]) == 0
+
+
+@pytest.mark.parametrize("make", [f_llama, f_gpt2])
+def test_a_shared_start_changes_neither_logprobs_nor_gradients(make):
+    start = torch.randint(3, 32, (9,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = ragged([*start, 20], [*start, 21, 22], [*start, 20], [*start, 30, 4, 4])
+    responses = ragged([3, 4, 9], [5], [6, 7], [8, 8, 8, 2])
+    results = []
+    for groups in (None, [0, 1, 0, 2]):
+        lm = make()
+        lm.set_attn_implementation(ATTENTION)
+        out = Policy(lm)(pack(prompts, responses, groups), responses.values, frozenset({"logprobs"}), 0.7)["logprobs"]
+        out.square().sum().backward()
+        results.append((out, [p.grad for p in lm.parameters()]))
+    (plain, plain_grads), (shared, shared_grads) = results
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
+    for a, b in zip(shared_grads, plain_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_without_groups_every_row_has_its_prompt():

@@ -1,4 +1,4 @@
-"""Rows packed end to end on one token axis, with each group's prompt stored once.
+"""Rows packed end to end on one token axis; a group's prompt is stored once, and so is what all prompts start with.
 
 A packed micro-batch is cut into *segments*: runs of queries that see a run of keys, causally and aligned at their ends.
 A prompt is one segment (its keys are itself). A response is another: its keys are its prompt followed by itself, so
@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 from verl.batch import Ragged
 
 ATTENTION = "verl_packed"
+WORTH_SHARING = 8  # tokens; a shorter common start isn't worth a segment of its own
 
 
 class Layout(Protocol):
@@ -198,8 +199,22 @@ class Packed:
         return _Bucket(*(t.to(device) for t in (q_index, k_index, mask[:, None], distance[:, None], real)))
 
 
+def common_prefix(prompts: Sequence[Sequence[int] | Tensor]) -> int:
+    """Tokens that all prompts start with (a system prompt, say) and that are worth computing once; else 0.
+
+    Each prompt keeps at least its last token for itself: that one predicts its first response token.
+    """
+    if len(prompts) < 2:
+        return 0
+    least = min(len(p) for p in prompts) - 1
+    head = torch.stack([torch.as_tensor(p[:least]) for p in prompts])
+    length = int((head == head[:1]).all(0).long().cumprod(0).sum())
+    return length if length >= WORTH_SHARING else 0
+
+
 def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None) -> Packed:
-    """Pack ``B`` rows. Rows of equal ``groups`` number must have equal prompts, and their prompt is stored once.
+    """Pack ``B`` rows. Rows of equal ``groups`` number must have equal prompts, and their prompt is stored once;
+    what all prompts start with is stored once for all of them.
 
     ``groups=None`` stores every row's prompt for itself. Every prompt and every response needs at least one token.
     """
@@ -225,12 +240,17 @@ def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None
     for row in range(len(prompts)):
         members.setdefault(row if groups is None else int(groups[row]), []).append(row)
     prompt_rows, response_rows = list(prompts.rows()), list(responses.rows())
+    for row, prompt in enumerate(prompt_rows):
+        if not prompt.shape[0]:
+            raise ValueError(f"row {row} has an empty prompt, so nothing predicts its first response token")
+    shared = 0 if groups is None else common_prefix([prompt_rows[rows[0]] for rows in members.values()])
+    if shared:
+        add(prompt_rows[0][:shared], 0, [])
+    start = [(0, shared)] if shared else []
     for rows in members.values():
         prompt = prompt_rows[rows[0]]
-        if not prompt.shape[0]:
-            raise ValueError(f"row {rows[0]} has an empty prompt, so nothing predicts its first response token")
-        prompt_span = (at, at + prompt.shape[0])
-        add(prompt, 0, [])
+        prompt_span = (at, at + prompt.shape[0] - shared)
+        add(prompt[shared:], shared, start)
         for row in rows:
             if prompt_rows[row].shape != prompt.shape or not torch.equal(prompt_rows[row], prompt):
                 raise ValueError(f"rows {rows[0]} and {row} have the same group number but different prompts")
@@ -241,7 +261,7 @@ def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None
             before[0] = prompt_span[1] - 1
             predict[row] = before
             if n > 1:
-                add(response_rows[row][:-1], prompt.shape[0], [prompt_span])
+                add(response_rows[row][:-1], prompt.shape[0], [*start, prompt_span])
     return Packed(
         torch.cat(ids), torch.cat(positions), Ragged(torch.cat(predict), responses.lengths), q_lengths, k_spans
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Ragged
-from verl.models.packing import AttentionOptions, Packed
+from verl.models.packing import AttentionOptions, Packed, common_prefix
 
 Owner = TypeVar("Owner")
 
@@ -83,22 +83,29 @@ class PrefillLayout:
 
     def __init__(self, cache: Cache, prompts: Sequence[Sequence[int]], first_slot: int, device: torch.device) -> None:
         lengths = [len(p) for p in prompts]
-        at = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        shared = common_prefix(prompts)  # computed once, kept in every slot
+        runs = ([shared] if shared else []) + [n - shared for n in lengths]
+        ends = torch.tensor(runs).cumsum(0).tolist()
+        own = [(end - n, end) for n, end in zip(runs, ends, strict=True)]
+        prefix = [own.pop(0)] if shared else []
         self.store = cache.prompts
         self.store.reserve(first_slot + len(prompts), max(lengths))
         self.packed = Packed(
-            ids=torch.tensor([i for p in prompts for i in p]),
-            positions=torch.cat([torch.arange(n) for n in lengths]),
+            ids=torch.tensor([*prompts[0][:shared], *(i for p in prompts for i in p[shared:])]),
+            positions=torch.cat([torch.arange(b, e) for b, e in [(0, shared), *((shared, n) for n in lengths)]]),
             predict=Ragged.from_rows([], torch.int64),
-            q_lengths=lengths,
-            k_spans=[[(at[i], at[i + 1])] for i in range(len(prompts))],
+            q_lengths=runs,
+            k_spans=[[span] for span in prefix] + [[*prefix, span] for span in own],
         ).to(device)
         slots = torch.arange(first_slot, first_slot + len(prompts))
         self.slot = slots.repeat_interleave(torch.tensor(lengths)).to(device)
-        self.last = torch.tensor(at[1:], device=device) - 1  # [prompts] packed positions of the last tokens
+        self.place = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        source = [torch.arange(b, e) for span in own for b, e in (*prefix, span)]
+        self.source = torch.cat(source).to(device)  # packed position of each slot's places
+        self.last = torch.tensor([end for _, end in own], device=device) - 1  # [prompts] of the last tokens
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        self.store.write(layer, self.slot, self.packed.positions, k, v)
+        self.store.write(layer, self.slot, self.place, k[self.source], v[self.source])
         return self.packed.attend(layer, q, k, v, options)
 
 

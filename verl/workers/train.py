@@ -156,9 +156,9 @@ class ReferenceWorker:
         batch["ref_logprobs"] = self._forward(batch, lap.micro_batches)
 
     def drift(self, batch: Batch, lap: Lap) -> None:
-        """KL to the starting policy on ``kl_sample_rows`` rows, evenly spaced; measured only, never trained on."""
+        """KL to the starting policy on the first ``kl_sample_rows`` rows; measured only, never trained on."""
         k = min(self.cfg.kl_sample_rows, len(batch))
-        sample = batch.select([i * len(batch) // k for i in range(k)])
+        sample = batch.select(range(k))  # whole groups: their prompts cost once
         ref = self._forward(sample, [list(range(k))]).values
         mask = sample.ragged("response_mask").values
         kl = kl_estimate(sample.ragged("sampled_logprobs").values, ref, mask, self.cfg.algorithm.kl_estimator)

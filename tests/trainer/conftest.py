@@ -22,7 +22,7 @@ def tiny(tmp_path_factory):
 def config(tiny, tmp_path):
     def make(**keys):
         base = {
-            "actor_model_config": {"model_name_or_path": tiny, "optimizer": {"lr": 1e-3}},
+            "actor_model_config": {"model_name_or_path": tiny, "dtype": "fp32", "optimizer": {"lr": 1e-3}},
             "dataset": PROMPTS,
             "reward_fn": "tests.trainer.reward:low_ids",
             "algorithm": {"name": "grpo"},

@@ -67,6 +67,14 @@ def _end_of_step(path: Path, step: int) -> int:
     return end
 
 
+# On every line of metrics.jsonl; null where the step has no such value (kl/mean without a reference, say).
+ALWAYS = (
+    *("reward/mean", "kl/mean", "throughput/tokens_per_second", "memory/peak_gib"),
+    *(f"policy/{name}" for name in ("loss", "entropy", "clip_fraction", "grad_norm")),
+    *(f"time/{name}" for name in ("step", "generate", "reward", "update", "publish")),
+)
+
+
 class JsonlSink:
     """``metrics.jsonl``: one object per step, absent values absent."""
 

@@ -293,7 +293,8 @@ class Controller:
             "response/length_mean": sum(lengths) / len(lengths),
             "response/length_max": max(lengths),
             "response/truncated": sum(r.response.finish_reason == "length" for r in rows) / len(rows),
-            "rollout/entropy": -batch.ragged("sampled_logprobs").values.mean().item(),
+            # of all sampled tokens; the update replaces it by the exact value on the tokens that it trains
+            "policy/entropy": -batch.ragged("sampled_logprobs").values.mean().item(),
             **latency_percentiles([r.response.seconds for r in rows]),
         }
         for family, columns in (("reward/<name>", scores.per_reward), ("extra/<key>", scores.extra)):

@@ -77,8 +77,9 @@ class ActorWorker:
         steps = len(norms)
         m = lap.metrics
         m["policy/loss"] = sums.stats.get("loss", 0.0) / max(1, steps)
-        m["policy/entropy"] = _ratio(sums.stats, "entropy", "tokens")
-        m["policy/clip_fraction"] = _ratio(sums.stats, "clipped", "tokens")
+        if sums.stats.get("tokens"):
+            m["policy/entropy"] = _ratio(sums.stats, "entropy", "tokens")
+        m["policy/clip_fraction"] = _ratio(sums.stats, "clipped", "tokens") or 0.0
         m["policy/kl_step"] = _ratio(sums.stats, "approx_kl", "tokens")
         m["policy/ratio_max"] = sums.stats.get("ratio_max")
         m["policy/grad_norm"] = sum(norms) / len(norms) if norms else 0.0

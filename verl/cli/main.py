@@ -113,21 +113,11 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # reward functions are named as module:function of the current folder
     logging.captureWarnings(True)
     try:
-        app(standalone_mode=False)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except KeyboardInterrupt:
-        _fail(130, "stopped")
+        app()  # exits by itself: a command's own status, 2 for words that are no command, 130 on Ctrl-C
     except RequestError as error:
         _fail(2, str(error))
     except Exception as error:
-        import click
-
-        if isinstance(error, click.ClickException):
-            error.show()
-            sys.exit(error.exit_code)
         _fail(1, str(error) or type(error).__name__)
-    sys.exit(0)
 
 
 def _fail(status: int, message: str) -> None:

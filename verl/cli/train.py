@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from verl.checkpoint.store import Checkpoint
 from verl.config.errors import RequestError
 from verl.config.run import RunConfig
-from verl.trainer.base import Answer, Run, Summary
+from verl.trainer.base import Answer, Run, Summary, holds_run
 
 SHOWN = 3
 
@@ -22,34 +21,26 @@ SHOWN = 3
 def train(cfg: RunConfig, *, overwrite: bool = False) -> int:
     """A new run; the exit status."""
     folder = Path(cfg.run_dir)
-    if (folder / "config.yaml").exists():
-        if not overwrite:
-            raise RequestError(
-                f"{folder} already holds a run: continue it with 'verl resume {folder}', name another run_dir, "
-                "or replace it with --overwrite"
-            )
-        shutil.rmtree(folder)
-    return _train(Run(cfg), None)
+    if holds_run(folder) and not overwrite:
+        raise RequestError(
+            f"{folder} already holds a run: continue it with 'verl resume {folder}', name another run_dir, "
+            "or replace it with --overwrite"
+        )
+    return _train(Run(cfg), None, overwrite=overwrite)
 
 
 def resume(cfg: RunConfig) -> int:
     """Continue from the latest checkpoint; the exit status."""
     run = Run(cfg)
-    checkpoint = run.store.load()
-    if cfg.total_steps is not None and checkpoint.step >= cfg.total_steps:
-        raise RequestError(
-            f"{cfg.run_dir} has done all its {cfg.total_steps} steps; to go further: "
-            f"verl resume {cfg.run_dir} total_steps={2 * cfg.total_steps}"
-        )
-    return _train(run, checkpoint)
+    return _train(run, run.store.load())
 
 
-def _train(run: Run, checkpoint: Checkpoint | None) -> int:
+def _train(run: Run, checkpoint: Checkpoint | None, *, overwrite: bool = False) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     console = Console()
     with run:
-        run.prepare(checkpoint)
+        run.prepare(checkpoint, overwrite=overwrite)
         summary = run.train()
     if summary.stopped_by is not None:
         if summary.step:

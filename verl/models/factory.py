@@ -34,8 +34,16 @@ def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
         raise RequestError(f"dtype {name!r} is not auto, bf16 or fp32") from None
 
 
-def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; a pad token or a chat template is not needed. Missing: ``RequestError``."""
+def load_tokenizer(model: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub name, a folder, or a loaded module (by the name it was loaded from).
+
+    A pad token or a chat template is not needed. Missing: ``RequestError``.
+    """
+    name_or_path = base_model(model).config._name_or_path if isinstance(model, nn.Module) else model
+    if not name_or_path:
+        raise RequestError(
+            f"the {type(model).__name__} names no tokenizer: save both to a folder and load the model from there"
+        )
     try:
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -44,8 +44,7 @@ def fit_reward_head(policy: Any, data: PreferenceDataset, folder: Path, device: 
     sequence-classification form.
     """
     model = _with_new_head(policy)
-    origin = policy if isinstance(policy, str) else model.config._name_or_path
-    tokenizer = load_tokenizer(origin)
+    tokenizer = load_tokenizer(policy)
     head = model.score
     model.score = nn.Identity()
     scorer = RewardModelScorer(RewardModelConfig(model_name_or_path=model), device, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ def launch(
 ) -> Workers:
     """Load models and build the workers. ``optimizer_steps``: of the whole run, for learning-rate schedules."""
     actor_cfg = cfg.actor_model_config
-    policy = Policy(load_model(actor_cfg, device, resolve_dtype(actor_cfg.dtype, device)))
+    with _seeded(cfg.seed):
+        policy = Policy(load_model(actor_cfg, device, resolve_dtype(actor_cfg.dtype, device)))
     if limit := getattr(policy.config.get_text_config(), "max_position_embeddings", None):
         check_context(cfg, limit)
 
@@ -78,7 +79,9 @@ def launch(
     critic = None
     if plan.node(Critic) is not None:
         critic_cfg = cfg.critic_model_config or CriticConfig()
-        critic = CriticWorker(engine(_value_model(critic_cfg, actor_cfg, policy, device), critic_cfg), cfg)
+        with _seeded(cfg.seed):
+            value = _value_model(critic_cfg, actor_cfg, policy, device, cfg.seed)
+        critic = CriticWorker(engine(value, critic_cfg), cfg)
     rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
     rewards = build_rewards(cfg, device)
     return Workers(
@@ -86,19 +89,27 @@ def launch(
     )
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """New weights (adapters) follow from ``seed``: they are drawn on the CPU. The caller's random state comes back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def _value_model(
-    cfg: CriticConfig, actor_cfg: ModelConfig, policy: Policy, device: torch.device
+    cfg: CriticConfig, actor_cfg: ModelConfig, policy: Policy, device: torch.device, seed: int
 ) -> Value | SharedValue:
     """The critic: a head on the actor's backbone, or a model of its own (by default a copy of the actor's start)."""
     if cfg.shares == "actor":
-        return SharedValue(policy)
+        return SharedValue(policy, seed)
     own = cfg if cfg.model_name_or_path is not None else cfg.model_copy(
         update={"model_name_or_path": actor_cfg.model_name_or_path}
     )  # fmt: skip
     source = own.model_name_or_path
     if isinstance(source, torch.nn.Module):  # a loaded module already belongs to the actor
         own = own.model_copy(update={"model_name_or_path": copy.deepcopy(source)})
-    return Value(load_model(own, device, resolve_dtype(own.dtype, device)))
+    return Value(load_model(own, device, resolve_dtype(own.dtype, device)), seed)
 
 
 def close(workers: Workers) -> None:

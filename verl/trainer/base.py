@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import logging
+import shutil
 import signal
 import threading
 import time
@@ -89,8 +90,11 @@ class Run:
 
     # -- set up ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, resume: Checkpoint | None = None, *, write: bool = True) -> None:
-        """Load data and models, build the workers, continue from ``resume``. ``write``: fill the run folder."""
+    def prepare(self, resume: Checkpoint | None = None, *, write: bool = True, overwrite: bool = False) -> None:
+        """Load data and models, build the workers, continue from ``resume``. ``write``: fill the run folder.
+
+        ``overwrite``: the run that lies there goes, once everything is loaded: a wrong request costs nothing.
+        """
         cfg = self.cfg
         flow = self._flow if self._flow is not None else FLOWS[cfg.algorithm.name](cfg)
         self.plan = flow.compile(needs(cfg))
@@ -108,6 +112,12 @@ class Run:
                 cfg.eval.dataset, self.tokenizer, columns=cfg.columns, cache_dir=cfg.dataset_cache_dir, **limits
             )
         self.total_steps = self._total_steps()
+        if resume is not None and resume.step >= self.total_steps:
+            key = "total_epochs" if cfg.total_steps is None else "total_steps"
+            raise RequestError(
+                f"{self.folder} has done all its {self.total_steps} steps; to go further: "
+                f"verl resume {self.folder} {key}={2 * (getattr(cfg, key) or 1)}"
+            )
         workers = launch(cfg, self.plan, self.tokenizer, self.total_steps * self._steps_per_lap(), device)
         self._closing.append(lambda: close(workers))
         self._utilisation = UtilisationMeter(device)
@@ -117,7 +127,7 @@ class Run:
         if resume is not None:
             self._restore(resume)
         if write:
-            self._open_sinks(resume.step if resume is not None else None)
+            self._open_sinks(resume.step if resume is not None else None, overwrite)
         counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
         for line in [*notes(cfg), *chat.notes(self.tokenizer), f"prompts: {counts}; device: {device}"]:
             self.say(line)
@@ -136,11 +146,15 @@ class Run:
         cfg = self.cfg
         return cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
 
-    def _open_sinks(self, resume_step: int | None) -> None:
+    def _open_sinks(self, resume_step: int | None, overwrite: bool) -> None:
         cfg, folder = self.cfg, self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(cfg))
-        (folder / "logs").mkdir(exist_ok=True)
+        try:
+            if overwrite and holds_run(folder):
+                shutil.rmtree(folder)
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(dump(cfg))
+        except OSError as error:
+            raise RequestError(f"run_dir: can't write to {folder}: {error}") from error
         sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step)]
         samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SAMPLES_PER_STEP, resume_step)]
         if cfg.metrics.tensorboard:
@@ -290,6 +304,11 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into ``folder``."""
+    return (folder / "config.yaml").exists()
 
 
 def _samples(collected: Collected) -> list[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from verl.config.run import RunConfig
 from verl.data.loader import PreferenceDataset
 from verl.rewards.pairwise import fit_reward_head
 from verl.runtime.launch import device_of
+from verl.trainer.base import holds_run
 from verl.trainer.rl import RLTrainer
 
 log = logging.getLogger(__name__)
@@ -72,13 +74,15 @@ class PPOTrainer(RLTrainer):
 
     @property
     def config(self) -> RunConfig:
+        if self._config is not None:
+            return self._config
         values = self._values()
         if values.get("reward_fn") is None and values.get("reward_model_config") is None:
             if not isinstance(values["dataset"], PreferenceDataset):
                 raise RequestError(
                     "PPOTrainer has no reward: pass reward_fn=, reward_model_config=, or a PreferenceDataset"
                 )
-            folder = Path(values.get("run_dir", "runs/default")) / "reward_model"
+            folder = Path(values["run_dir"]) / "reward_model"
             values["reward_model_config"] = {"model_name_or_path": str(folder)}
         return load_config(None, **values)
 
@@ -88,6 +92,8 @@ class PPOTrainer(RLTrainer):
         folder = Path(cfg.run_dir) / "reward_model"
         if reward is None or reward.model_name_or_path != str(folder) or not isinstance(cfg.dataset, PreferenceDataset):
             return
+        if holds_run(folder.parent):  # to be overwritten: now, because preparing the run would remove the head as well
+            shutil.rmtree(folder.parent)
         log.warning("no reward given: fitting a pairwise reward head on the %d preference pairs", len(cfg.dataset))
         policy = cfg.actor_model_config.model_name_or_path
         fit = fit_reward_head(policy, cfg.dataset, folder, device_of(cfg.device_map))

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.config.errors import RequestError
 from verl.config.load import load_config
 from verl.config.run import RunConfig
+from verl.config.section import Section
 from verl.data.loader import TOY_PROMPTS
 from verl.dataflow.graph import DataFlow
-from verl.dataflow.nodes import Actor, Critic, RewardModel
+from verl.dataflow.nodes import Actor, Critic, Node, RewardModel, Rollout
 from verl.runtime.controller import LapResult
-from verl.trainer.base import Run, Summary
+from verl.trainer.base import Run, Summary, holds_run
+
+_SECTIONS: dict[type[Node], str] = {
+    Actor: "actor_model_config",
+    Critic: "critic_model_config",
+    RewardModel: "reward_model_config",
+    Rollout: "rollout",
+}
 
 
 class RLTrainer:
@@ -21,6 +32,9 @@ class RLTrainer:
     a rule's name, or a list of them. ``dataset``: anything ``PromptDataset`` takes; default: built-in toy prompts.
     ``num_rollout_steps``: laps; ``num_update_steps``: passes over each lap's batch. Other keywords are keys of the
     configuration (docs/configuration.md). Raises ``RequestError`` for what is missing or wrong, at the first step.
+
+    Two runs never share a folder: without ``run_dir`` each takes the next free one of ``runs/default``,
+    ``runs/default-2``, ...; a ``run_dir`` that holds a run is refused, or replaced with ``overwrite=True``.
     """
 
     def __init__(
@@ -33,31 +47,31 @@ class RLTrainer:
         num_rollout_steps: int | None = None,
         num_update_steps: int | None = None,
         config: RunConfig | None = None,
+        overwrite: bool = False,
         **keys: Any,
     ) -> None:
         self.flow = flow
         given = {"reward_fn": reward_fn, "dataset": dataset, "total_steps": num_rollout_steps}
         self._keys: dict[str, Any] = keys | {key: value for key, value in given.items() if value is not None}
         self._model, self._config, self._epochs = model_name, config, num_update_steps
+        self._overwrite = overwrite
         self._run: Run | None = None
 
     def _values(self) -> dict[str, Any]:
         """Keywords as configuration keys; what the flow's nodes name fills in what isn't given."""
         keys = dict(self._keys)
         nodes = self.flow.nodes if self.flow is not None else []
-        roles = {"actor": Actor, "critic": Critic, "reward": RewardModel}
-        named = {role: node.model for role, kind in roles.items() for node in nodes if isinstance(node, kind)}
-        if self._model is not None:
-            named["actor"] = self._model
-        for role, model in named.items():
-            section = dict(keys.get(f"{role}_model_config") or {})
-            if model is not None:
-                section.setdefault("model_name_or_path", model)
-            if section and not (role == "reward" and model is None):
-                keys[f"{role}_model_config"] = section
-        if "reward_model_config" in keys and named.get("reward") is None and not keys["reward_model_config"]:
-            del keys["reward_model_config"]
+        for kind, key in _SECTIONS.items():
+            section = _given(keys.get(key))
+            if kind is Actor and self._model is not None:
+                section = {"model_name_or_path": self._model} | section
+            for node in (n for n in nodes if isinstance(n, kind)):
+                model = {} if node.model is None else {"model_name_or_path": node.model}
+                section = _given(node.config) | model | section
+            if section:
+                keys[key] = section
         keys.setdefault("dataset", TOY_PROMPTS)
+        keys.setdefault("run_dir", _next_free(RunConfig.model_fields["run_dir"].default))
         algorithm = keys.get("algorithm", "ppo" if any(isinstance(n, Critic) for n in nodes) else "grpo")
         algorithm = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
         if self._epochs is not None:
@@ -75,14 +89,20 @@ class RLTrainer:
         """The prepared run: its controller holds the models."""
         if self._run is None:
             cfg = self.config
+            if holds_run(Path(cfg.run_dir)) and not self._overwrite:
+                raise RequestError(
+                    f"{cfg.run_dir} already holds a run: continue it with 'verl resume {cfg.run_dir}', pass another "
+                    "run_dir=, or replace it with overwrite=True"
+                )
             self._before_run(cfg)
             run = Run(cfg, self.flow)
             try:
-                run.prepare()
+                run.prepare(overwrite=self._overwrite)
             except BaseException:
                 run.close()
                 raise
-            self._run = run
+            self._run, self._config = run, cfg
+            self._overwrite = False  # what lies there from now on is this trainer's own run
         return self._run
 
     def _before_run(self, cfg: RunConfig) -> None:
@@ -112,3 +132,16 @@ class RLTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _given(section: Any) -> dict[str, Any]:
+    """The keys that were set in a section, a mapping or None."""
+    if isinstance(section, Section):
+        return {key: getattr(section, key) for key in section.model_fields_set}
+    return dict(section or {})
+
+
+def _next_free(folder: str) -> str:
+    """``folder``, or the first of ``folder-2``, ``folder-3``, ... that holds no run."""
+    names = (folder if i == 1 else f"{folder}-{i}" for i in count(1))
+    return next(name for name in names if not holds_run(Path(name)))

@@ -1,0 +1,323 @@
+"""The ``verl`` command as its user meets it: exit status, messages, what lies in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import f_bpe, f_llama, save
+from verl.checkpoint.tensorfile import read_tensors
+from verl.cli.main import main
+from verl.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+REWARDS = """
+import time
+def low(response_ids): return sum(i < 16 for i in response_ids) / len(response_ids)
+def slow(response_ids): time.sleep(0.02); return low(response_ids)
+def broken(response): raise ValueError("no such thing")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"), f_llama(), f_bpe(template="bos"))
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, model):
+    """A folder of a user's own: rewards, data, ``train.yaml``; the current one."""
+    return _place(tmp_path, model, monkeypatch)
+
+
+def _place(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, **keys: object) -> Path:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("VERL_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    (folder / "my_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": p, "answer": p[-1]} for p in ("xa", "xb", "xc", "ab", "ba", "bc", "ca", "us")]
+    for name, part in (("train", rows[:6]), ("test", rows[6:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config = {
+        "actor_model_config": {"model_name_or_path": model, "dtype": "fp32", "optimizer": {"lr": 1e-3}},
+        "dataset": "train.jsonl",
+        "reward_fn": "my_rewards:low",
+        "algorithm": {"name": "grpo"},
+        "rollout_batch_size": 8,
+        "group_size": 4,
+        "max_prompt_length": 16,
+        "max_response_length": 6,
+        "total_steps": 2,
+        "run_dir": "run",
+        "metrics": {"tensorboard": False},
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump(config | keys))
+    return folder
+
+
+def _start(*args: str) -> subprocess.Popen:
+    """The real command in a process group of its own, as a shell starts it."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl.cli.main", *args],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def _wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def verl(capsys, monkeypatch):
+    """The command in this process: (exit status, stdout, stderr)."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["verl", *args])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return run
+
+
+def _refused(result: tuple[int, str, str], *words: str, status: int = 2) -> None:
+    code, _, err = result
+    assert code == status, result
+    assert "Traceback" not in err
+    assert all(word in err for word in words), err
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# -- requests that are refused before anything loads -----------------------------------------------------------------
+
+
+def test_dry_run_prints_yaml_that_loads_back_and_the_rows_per_step(place, verl):
+    code, out, _ = verl("train", "train.yaml", "--dry-run")
+    assert code == 0
+    (place / "again.yaml").write_text(out)
+    assert load_config("again.yaml") == load_config("train.yaml")
+    assert "rows" in "".join(line for line in out.splitlines() if line.startswith("#"))
+    assert not (place / "run").exists()
+
+
+def test_wrong_settings_are_named_all_at_once(place, verl):
+    _refused(verl("train", "train.yaml", "rolout_batch_size=8"), "rolout_batch_size", "rollout_batch_size?")
+    wrong = verl("train", "train.yaml", "group_size=3", "total_steps=0", "algorithm.clip_rato=1")
+    _refused(wrong, "3 settings are wrong", "group_size", "total_steps", "algorithm.clip_rato")
+    _refused(verl("train", "nowhere.yaml"), "nowhere.yaml", "no such file")
+    _refused(verl("train", "train.yaml", "seed"), "key=value")
+
+
+def test_a_config_error_comes_before_torch_is_imported(place):
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "verl.cli.main", "train", "train.yaml", "seed=-1"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 2
+    assert "seed" in process.stderr
+    assert not any(line.endswith(("| torch", "| transformers")) for line in process.stderr.splitlines())
+
+
+def test_words_that_are_no_command(place, verl):
+    assert verl("trian", "train.yaml")[0] == 2
+    assert verl("train")[0] == 2
+    code, out, _ = verl("--help")
+    assert code == 0 and "resume" in out
+
+
+# -- requests that are refused while loading -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("dataset=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("actor_model_config.model_name_or_path=./nowhere", ["nowhere"]),
+        ("columns.prompt=question", ["question", "prompt"]),
+        ("dataset=empty.jsonl", ["empty.jsonl"]),
+        ("reward_fn=my_rewards:nothing", ["my_rewards.py", "nothing"]),
+        ("reward_fn=no_module:low", ["no_module"]),
+        ("device_map={actor: [99]}", ["device_map.actor", "99"]),
+        ("run_dir=train.jsonl/run", ["train.jsonl"]),
+    ],
+)
+def test_what_is_missing_is_said_in_one_message(place, verl, override, words):
+    (place / "empty.jsonl").write_text("")
+    result = verl("train", "train.yaml", override)
+    _refused(result, *words)
+    assert len(result[2].splitlines()) <= 4
+    assert not (place / "run").exists()
+
+
+def test_a_reward_that_raises_is_located_and_debug_shows_the_traceback(place, verl, monkeypatch):
+    failed = verl("train", "train.yaml", "reward_fn=my_rewards:broken")
+    _refused(failed, "step 1", "my_rewards:broken", "row ", "Prompt ", "no such thing", status=1)
+    assert any(f"u:{p}" in failed[2] for p in ("xa", "xb", "xc", "ab", "ba", "bc"))
+    monkeypatch.setenv("VERL_DEBUG", "1")
+    code, _, err = verl("train", "train.yaml", "device_map={actor: [99]}", "run_dir=other")
+    assert code == 2 and "Traceback" in err
+
+
+def test_a_full_disk_is_named(place, verl, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**9, used=10**9, free=0))
+    _refused(verl("train", "train.yaml", "total_steps=1"), "run/checkpoints", "bytes", status=1)
+    assert _steps(place / "run") == [1]
+    _refused(verl("resume", "run"), "run/checkpoints", "no checkpoint")
+
+
+# -- a run, from start to export -------------------------------------------------------------------------------------
+
+
+def test_train_and_what_can_be_done_with_the_run(place, verl, model):
+    keys = ["eval.dataset=test.jsonl", "metrics.tensorboard=true"]
+    code, out, err = _finish(_start("train", "train.yaml", *keys))
+    assert code == 0, err
+    assert "Traceback" not in err
+    run = place / "run"
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "logs"} <= {
+        p.name for p in run.iterdir()
+    }
+    assert (run / "checkpoints" / "step_2").is_dir() and any((run / "logs").iterdir())
+    assert _steps(run) == [1, 2]
+    for words in ("before", "after", "accuracy", "answers before and after", "reward"):
+        assert words in out
+    for where in ("run/metrics.jsonl", "run/samples.jsonl", "run/tensorboard", "run/checkpoints/step_2", "verl export"):
+        assert where in out
+
+    _refused(verl("train", "train.yaml"), "verl resume run", "--overwrite")
+    _refused(verl("train", "train.yaml", "dataset=nowhere.jsonl", "--overwrite"), "nowhere.jsonl")
+    assert _steps(run) == [1, 2], "a request that is wrong must not cost the old run"
+    _refused(verl("resume", "run"), "verl resume run total_steps=4")
+    _refused(verl("resume", "nowhere"), "nowhere", "no run directory")
+    (place / "train.jsonl").write_text(json.dumps({"prompt": "xa", "answer": "a"}) + "\n")
+    _refused(verl("resume", "run", "total_steps=3"), "data set")
+    assert _steps(run) == [1, 2]
+
+    code, out, err = verl("export", "run", "out")
+    assert code == 0 and "wrote out" in out, err
+    exported = AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    trained = f_llama()
+    trained.load_state_dict(read_tensors(run / "checkpoints" / "step_2" / "actor.safetensors"))
+    asked = tokenizer("xa", return_tensors="pt")
+    with torch.no_grad():
+        logits = exported(asked.input_ids).logits
+        assert torch.equal(logits, trained(asked.input_ids).logits)
+        assert not torch.equal(logits, f_llama()(asked.input_ids).logits)
+    assert exported.generate(asked.input_ids, max_new_tokens=3, do_sample=False).shape[1] > asked.input_ids.shape[1]
+    _refused(verl("export", "run", "out"), "out exists and isn't empty")
+    _refused(verl("export", "train.jsonl", "out2"), "train.jsonl")
+
+    code, out, err = verl("eval", "train.yaml", "eval.dataset=test.jsonl", "run_dir=none")
+    assert code == 0 and "eval/accuracy" in out, err
+    assert not (place / "none").exists()
+    _refused(verl("eval", "train.yaml"), "eval.dataset")
+
+
+def test_an_exported_adapter_is_merged(place, verl):
+    keys = ["actor_model_config.use_lora=true", "total_steps=null", "total_epochs=0.3"]
+    code, _, err = verl("train", "train.yaml", *keys)
+    assert code == 0, err
+    _refused(verl("resume", "run"), "has done all its 1 steps", "verl resume run total_epochs=0.6")
+    assert verl("export", "run", "out")[0] == 0
+    assert not (place / "out" / "adapter_config.json").exists()
+    merged = AutoModelForCausalLM.from_pretrained("out")
+    assert {n for n, _ in merged.named_parameters()} == {n for n, _ in f_llama().named_parameters()}
+    changed = [n for n, p in merged.named_parameters() if not torch.equal(p, f_llama().get_parameter(n))]
+    assert changed
+    assert verl("train", "train.yaml", *keys, "--overwrite")[0] == 0
+    assert _steps(place / "run") == [1]
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_signals_save_and_resume_finishes(place, verl):
+    run = place / "run"
+    process = _start("train", "train.yaml", "reward_fn=my_rewards:slow", "total_steps=200")
+    _wait_for(run / "metrics.jsonl", process)
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the reward's processes too
+    code, out, err = _finish(process)
+    assert code == 130, (code, out, err)
+    assert "verl resume run" in out and "Traceback" not in err
+    done = _steps(run)
+    assert done == list(range(1, len(done) + 1)) and (run / "checkpoints" / f"step_{done[-1]}").is_dir()
+
+    process = _start("resume", "run")
+    before = (run / "metrics.jsonl").stat().st_size
+    while (run / "metrics.jsonl").stat().st_size == before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = _finish(process)
+    assert code == 143, (code, out, err)
+    assert "verl resume run" in out and "Traceback" not in err
+    more = _steps(run)
+    assert len(done) < len(more) < 200
+
+    total = len(more) + 2
+    code, _, err = verl("resume", "run", f"total_steps={total}")
+    assert code == 0, err
+    assert _steps(run) == list(range(1, total + 1))
+
+
+def test_sigint_while_loading(place):
+    (place / "sleepy.py").write_text("import time\nopen('loading', 'w').write('x')\ntime.sleep(60)\n")
+    process = _start("train", "train.yaml", "reward_fn=sleepy:score")
+    _wait_for(place / "loading", process)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = _finish(process)
+    assert code == 130
+    assert "Traceback" not in err
+
+
+# -- around runs -----------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_doctor(place, verl, model):
+    code, out, err = verl("stats", "train.jsonl", "--model", model)
+    assert code == 0, err
+    assert all(word in out for word in ("p50", "p90", "p95", "max", "max_prompt_length:"))
+    assert "max_response_length" not in out  # no responses in the data
+    (place / "full.jsonl").write_text(json.dumps({"prompt": "xa", "response": "ab"}) + "\n")
+    assert "max_response_length:" in verl("stats", "full.jsonl", "--model", model)[1]
+    _refused(verl("stats", "nowhere.jsonl", "--model", model), "nowhere.jsonl")
+    _refused(verl("stats", "train.jsonl", "--model", "./nowhere"), "nowhere")
+    code, out, err = verl("doctor")
+    assert code == 0 and "torch" in out and "default device" in out, err

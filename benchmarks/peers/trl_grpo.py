@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, GROUP, LENGTH = 8, 8, 16
+PROMPTS, GROUP, LENGTH = 12, 4, 12  # the demo's step
 
 
 def reward(completions, answer, **_):
@@ -40,7 +40,8 @@ class Clock(TrainerCallback):
 
 
 def main(name, rows, steps, out):
-    data = [json.loads(line) for line in open(rows)]
+    with open(rows) as file:
+        data = [json.loads(line) for line in file]
     dataset = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in data]
     )
@@ -53,7 +54,7 @@ def main(name, rows, steps, out):
         max_completion_length=LENGTH,
         temperature=1.0,
         beta=0.0,
-        learning_rate=3e-5,
+        learning_rate=4e-5,
         lr_scheduler_type="constant",
         adam_beta2=0.95,
         weight_decay=0.0,

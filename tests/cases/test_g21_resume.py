@@ -31,9 +31,18 @@ def go(cfg, until=None):
         return r.controller.step, {n: t.detach().clone() for n, t in r.controller.workers.actor.engine.shards()}
 
 
-@pytest.mark.parametrize("keys", [{}, PPO | {"kl_target": 0.1, "init_kl_coef": 0.1}], ids=["grpo", "ppo"])
-def test_resume_from_every_step(config, tmp_path, keys):  # noqa: F811
+SGD = {"optimizer": {"name": "sgd", "lr": 0.1}}  # an optimizer without state
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"actor_model_config": SGD}, PPO | {"kl_target": 0.1, "init_kl_coef": 0.1}],
+    ids=["grpo", "sgd", "ppo"],
+)
+def test_resume_from_every_step(config, tiny, tmp_path, keys):  # noqa: F811
     """8 prompts, 4 per lap, 2 epochs: 4 steps; the epoch ends after step 2."""
+    if "actor_model_config" in keys:
+        keys = {"actor_model_config": SGD | {"model_name_or_path": tiny, "dtype": "fp32"}}
     every = {"checkpoint": {"every_steps": 1, "keep": 9}, "total_steps": None, "total_epochs": 2.0}
     sizes = {"rollout_batch_size": 4 * keys.get("group_size", 4), "micro_batch_size": 4}
     whole_cfg = config(**keys, **every, **sizes, run_dir=str(tmp_path / "whole"))

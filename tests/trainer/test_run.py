@@ -122,6 +122,21 @@ def test_flat_groups_are_skipped_exactly(config, tmp_path, monkeypatch):
     same(skipped[1], computed[1], 2e-5)
 
 
+def test_kl_target_aims_at_the_kl_of_a_response(config, tmp_path):
+    """Lap 1 has KL 0, so the coefficient falls by a fifth; lap 2 is above the target per response, not per token."""
+    keys = {"init_kl_coef": 0.1, "total_steps": 3}
+    free = run(config(**keys, run_dir=str(tmp_path / "free")))[2]
+    target = free[1]["kl/per_response"] / 2
+    assert free[1]["kl/mean"] < target
+    lines = run(config(**keys, kl_target=target, kl_horizon=16, run_dir=str(tmp_path / "steered")))[2]
+    assert [line["kl/coef"] for line in lines] == pytest.approx([0.1, 0.08, 0.08 * 1.2])
+
+
+def test_promised_names_are_null_where_there_is_no_value(config):
+    _, _, lines = run(config(total_steps=1))
+    assert lines[0]["kl/mean"] is None and set(REQUIRED) <= lines[0].keys()
+
+
 def test_constant_reward_trains_nothing_and_says_so(config):
     before = run(config(total_steps=1, reward_fn=lambda x: 1.0))
     assert before[2][0]["reward/flat_groups"] == 1.0 and before[2][0]["policy/rows_trained"] == 0

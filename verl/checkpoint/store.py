@@ -73,6 +73,8 @@ class Checkpoint:
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """A tensor part, on the CPU; names that shared memory when saved share it again."""
+        if f"{part}.safetensors" not in self.files and f"{part}.json" in self.files and self.json(part) == {}:
+            return {}  # no tensors at all: an optimizer without state
         return read_tensors(self._file(f"{part}.safetensors"))
 
     def json(self, part: str) -> Any:

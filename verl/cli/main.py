@@ -55,7 +55,7 @@ def resume(
     saved = run / "config.yaml"
     if not saved.is_file():
         raise RequestError(f"{run} is no run directory: it has no config.yaml")
-    cfg = load_config(saved, [*(overrides or []), f"run_dir={run}"])
+    cfg = load_config(saved, overrides or [], run_dir=str(run))
     from verl.cli.train import resume as go_on
 
     raise typer.Exit(go_on(cfg))
@@ -114,6 +114,12 @@ def main() -> None:
     logging.captureWarnings(True)
     try:
         app()  # exits by itself: a command's own status, 2 for words that are no command, 130 on Ctrl-C
+    except SystemExit as stop:
+        if stop.code == 130:  # after a second Ctrl-C a computation may still run, and would hold a normal exit
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130)
+        raise
     except RequestError as error:
         _fail(2, str(error))
     except Exception as error:

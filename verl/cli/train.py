@@ -54,6 +54,8 @@ def _train(run: Run, checkpoint: Checkpoint | None, *, overwrite: bool = False) 
 
 def _report(console: Console, run: Run, summary: Summary) -> None:
     before, after = summary.before, summary.after
+    if before and after and [a.prompt for a in before.answers] != [a.prompt for a in after.answers]:
+        before = None  # of another held-out set, before a resume changed it
     if after is not None:
         table = Table(title=f"held-out prompts, greedy ({after.metrics['eval/rows']:.0f})", title_justify="left")
         table.add_column("")
@@ -84,7 +86,7 @@ def _print_answers(console: Console, before: Sequence[Answer] | None, after: Seq
     """The first answers whose reward changed, else the first answers."""
     changed = [i for i, a in enumerate(after) if before is not None and before[i].reward != a.reward]
     for i in (changed or list(range(len(after))))[:SHOWN]:
-        console.print(f"  {escape(repr(after[i].prompt[-80:]))}", style="dim", soft_wrap=True, highlight=False)
+        console.print(f"  {escape(after[i].prompt[-200:])}", style="dim", soft_wrap=True, highlight=False)
         for label, answers in (("before", before), ("after", after)):
             if answers is not None:
                 reward = "-" if answers[i].reward is None else f"{answers[i].reward:g}"

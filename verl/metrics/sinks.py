@@ -76,13 +76,13 @@ ALWAYS = (
 
 
 class JsonlSink:
-    """``metrics.jsonl``: one object per step, absent values absent."""
+    """``metrics.jsonl``: one object per step; the names of ``ALWAYS`` that have no value are null, others absent."""
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         self._lines = JsonLines(path, resume_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._lines.append({"step": step, **values})
+        self._lines.append({"step": step, **dict.fromkeys(ALWAYS), **values})
 
     def close(self) -> None:
         self._lines.close()

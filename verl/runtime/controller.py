@@ -118,6 +118,9 @@ class Controller:
             if stage.kind == "run":
                 await self._gather([self._run(op, batch, lap, seconds) for op in stage.ops])
                 self._release(batch, stage.ops)
+        if lap.kl_per_response is not None:
+            with self._located("kl"):
+                self.kl.update(lap.kl_per_response, len(batch))
         publish = time.perf_counter()
         self.workers.rollout.engine.version = step  # generation shares the trainer's parameters: nothing to move
         end = time.perf_counter()
@@ -128,18 +131,20 @@ class Controller:
         metrics["throughput/tokens_per_second"] = _tokens(collected.rows) / (end - start)
         metrics["data/epoch"] = self.feed.epoch
         metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
-        kl = metrics.setdefault("kl/mean", None)
-        if kl is not None:
-            self.kl.update(kl, len(batch))
+        metrics.setdefault("kl/mean", None)
         return LapResult(metrics, collected)
 
     async def _run(self, op: Op, batch: Batch, lap: Lap, seconds: dict[str, float]) -> None:
-        start = time.perf_counter()
+        def timed() -> float:  # waiting for the device is not the op's time
+            start = time.perf_counter()
+            self.workers.method(op)(batch, lap)
+            return time.perf_counter() - start
+
         with self._located(op.label):
             if op.name == "update" and lap.update is None:
                 lap.update = self._update_seats(batch, lap)
-            await asyncio.get_running_loop().run_in_executor(self.workers.compute, self.workers.method(op), batch, lap)
-        seconds[op.label] = time.perf_counter() - start
+            loop = asyncio.get_running_loop()
+            seconds[op.label] = await loop.run_in_executor(self.workers.compute, timed)
 
     @contextlib.contextmanager
     def _located(self, label: str) -> Iterator[None]:
@@ -149,7 +154,7 @@ class Controller:
         except RequestError:
             raise
         except Exception as error:
-            text = f"step {self.step + 1}, {label}: {error or type(error).__name__}"
+            text = f"step {self.step + 1}, {label} on {self.workers.device}: {error or type(error).__name__}"
             if isinstance(error, torch.OutOfMemoryError):
                 text += "\n" + memory_advice(self.cfg)
             raise RunError(text) from error
@@ -227,6 +232,7 @@ class Controller:
         finally:
             for _, task in parts:
                 task.cancel()
+            await asyncio.gather(*(task for _, task in parts), return_exceptions=True)  # all have ended, none unseen
         merged = [row for part, _ in parts for row in part]
         order = sorted(range(len(merged)), key=lambda i: _place(merged[i]))
         rows = [merged[i] for i in order]

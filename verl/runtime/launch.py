@@ -60,6 +60,7 @@ def launch(
 ) -> Workers:
     """Load models and build the workers. ``optimizer_steps``: of the whole run, for learning-rate schedules."""
     actor_cfg = cfg.actor_model_config
+    critic_cfg = _critic_config(cfg, actor_cfg) if plan.node(Critic) is not None else None
     with _seeded(cfg.seed):
         policy = Policy(load_model(actor_cfg, device, resolve_dtype(actor_cfg.dtype, device)))
     if limit := getattr(policy.config.get_text_config(), "max_position_embeddings", None):
@@ -77,10 +78,9 @@ def launch(
             frozen = copy.deepcopy(policy).requires_grad_(False)
             reference = ReferenceWorker(engine(frozen, actor_cfg), cfg)
     critic = None
-    if plan.node(Critic) is not None:
-        critic_cfg = cfg.critic_model_config or CriticConfig()
+    if critic_cfg is not None:
         with _seeded(cfg.seed):
-            value = _value_model(critic_cfg, actor_cfg, policy, device, cfg.seed)
+            value = _value_model(critic_cfg, policy, device, cfg.seed)
         critic = CriticWorker(engine(value, critic_cfg), cfg)
     rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
     rewards = build_rewards(cfg, device)
@@ -97,23 +97,29 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _value_model(
-    cfg: CriticConfig, actor_cfg: ModelConfig, policy: Policy, device: torch.device, seed: int
-) -> Value | SharedValue:
-    """The critic: a head on the actor's backbone, or a model of its own (by default a copy of the actor's start)."""
+def _critic_config(cfg: RunConfig, actor_cfg: ModelConfig) -> CriticConfig:
+    """The critic's section with its model named: by default a copy of the actor's start.
+
+    A loaded module is copied here, before the actor takes it over (adapters are put into it in place).
+    """
+    critic = cfg.critic_model_config or CriticConfig()
+    if critic.shares == "actor":
+        return critic
+    source = actor_cfg.model_name_or_path if critic.model_name_or_path is None else critic.model_name_or_path
+    if isinstance(source, torch.nn.Module):
+        source = copy.deepcopy(source)
+    return critic.model_copy(update={"model_name_or_path": source})
+
+
+def _value_model(cfg: CriticConfig, policy: Policy, device: torch.device, seed: int) -> Value | SharedValue:
+    """A head on the actor's backbone, or on a backbone of its own."""
     if cfg.shares == "actor":
         return SharedValue(policy, seed)
-    own = cfg if cfg.model_name_or_path is not None else cfg.model_copy(
-        update={"model_name_or_path": actor_cfg.model_name_or_path}
-    )  # fmt: skip
-    source = own.model_name_or_path
-    if isinstance(source, torch.nn.Module):  # a loaded module already belongs to the actor
-        own = own.model_copy(update={"model_name_or_path": copy.deepcopy(source)})
-    return Value(load_model(own, device, resolve_dtype(own.dtype, device)), seed)
+    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device)), seed)
 
 
 def close(workers: Workers) -> None:
     """End worker processes and threads; a second call does nothing."""
     with contextlib.ExitStack() as stack:
-        stack.callback(workers.compute.shutdown)
+        stack.callback(workers.compute.shutdown, wait=False, cancel_futures=True)  # a second Ctrl-C waits for nothing
         stack.callback(workers.rewards.close)

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ from verl.config.errors import RequestError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
-from verl.data.loader import PromptDataset, Prompts, open_prompts
+from verl.data.loader import Prompt, PromptDataset, Prompts, open_prompts
 from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
 from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
-from verl.metrics.sinks import ConsoleSink, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
+from verl.metrics.sinks import ConsoleSink, JsonLines, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
 from verl.models.factory import load_tokenizer
 from verl.runtime.controller import Collected, Controller, LapResult
 from verl.runtime.launch import close, device_of, launch
@@ -87,6 +86,7 @@ class Run:
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None  # the latest one
         self.recorder: Recorder | None = None
+        self._evaluations: JsonLines | None = None
 
     # -- set up ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Run:
             self.held_out = open_prompts(
                 cfg.eval.dataset, self.tokenizer, columns=cfg.columns, cache_dir=cfg.dataset_cache_dir, **limits
             )
-        self.total_steps = self._total_steps()
+        self.total_steps = self._total_steps() if write else 0
         if resume is not None and resume.step >= self.total_steps:
             key = "total_epochs" if cfg.total_steps is None else "total_steps"
             raise RequestError(
@@ -172,8 +172,12 @@ class Run:
         root = logging.getLogger("verl")
         root.setLevel(cfg.log_level)
         for handler in handlers:
-            root.addHandler(handler)
-            self._closing += [handler.close, functools.partial(root.removeHandler, handler)]
+            self._closing.append(handler.close)
+            for logger in (root, logging.getLogger("py.warnings")):  # Python's warnings, where they are captured
+                logger.addHandler(handler)
+                self._closing.append(functools.partial(logger.removeHandler, handler))
+        self._evaluations = JsonLines(folder / "eval.jsonl", resume_step)
+        self._closing.append(self._evaluations.close)
         self.recorder = Recorder(sinks, samples, alarms=cfg.metrics.alarms)
         self._closing.append(self.recorder.close)
 
@@ -195,6 +199,7 @@ class Run:
         result: LapResult = self._await(self.controller.lap())
         result.metrics |= memory_readings(self.controller.workers.device)
         step = self.controller.step
+        self._explain(step, result.metrics)
         self._first = self._first or result.metrics
         result.metrics |= self._utilisation.read()
         every = self.cfg.eval.every_steps
@@ -207,6 +212,18 @@ class Run:
             self.save()
         return result
 
+    def _explain(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """At DEBUG: whether trainer and sampler agree, and where the step's time went."""
+        agree = ("rollout/logprob_diff_max", "policy/ratio_max", "kl/mean")
+        log.debug(
+            "step %d: %s",
+            step,
+            ", ".join(f"{name} {metrics[name]:.3g}" for name in agree if metrics.get(name) is not None),
+        )
+        whole = metrics["time/step"] or 1.0
+        shares = {n.removeprefix("time/"): t / whole for n, t in metrics.items() if n.startswith("time/") and t}
+        log.debug("step %d: %s", step, ", ".join(f"{n} {s:.0%}" for n, s in shares.items() if n != "step"))
+
     def train(self) -> Summary:
         """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
         last: dict[str, float | None] = {}
@@ -217,7 +234,8 @@ class Run:
                 last = self.step().metrics
             if self.controller.step > 0 and self.store.latest() != self.controller.step:
                 self.save()
-        return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, self._stop)
+        stopped = self._stop if self.controller.step < self.total_steps else None
+        return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, stopped)
 
     def evaluate(self) -> Evaluation:
         """Greedy answers to the held-out prompts, scored by the run's rewards."""
@@ -229,12 +247,12 @@ class Run:
         collected: Collected = self._await(self.controller.sample(draws, 1, greedy))
         metrics = _evaluation_metrics(collected) | {"time/eval": time.perf_counter() - start}
         step = self.controller.step
-        self.say(f"held-out, after {step} steps: " + ", ".join(f"{k} {v:.3g}" for k, v in metrics.items()))
-        if self.recorder is not None:
-            with (self.folder / "eval.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if step == 0:  # later ones are part of their step's metrics
+            self.say("held-out, before training: " + ", ".join(f"{k} {v:.3g}" for k, v in metrics.items()))
+        if self._evaluations is not None:
+            self._evaluations.append({"step": step, **metrics})
         answers = [
-            Answer(row.draw.prompt.text, text, total)
+            Answer(_question(row.draw.prompt), text, total)
             for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
         ]
         self.after = Evaluation(step, metrics, answers)
@@ -309,6 +327,12 @@ class Run:
 def holds_run(folder: Path) -> bool:
     """Whether a run has written into ``folder``."""
     return (folder / "config.yaml").exists()
+
+
+def _question(prompt: Prompt) -> str:
+    """The prompt as its author wrote it; of a dialogue the last turn."""
+    asked = prompt.fields.get("prompt", prompt.text)
+    return asked if isinstance(asked, str) else str(asked[-1]["content"])
 
 
 def _samples(collected: Collected) -> list[Sample]:

@@ -16,6 +16,7 @@ class Lap:
     kl_coef: float
     forward: Seats | None = None
     update: Seats | None = None  # mini-batches of all epochs, in order
+    kl_per_response: float | None = None  # nats, what kl_target aims at
     metrics: dict[str, float | None] = field(default_factory=dict)
 
     @property

@@ -89,6 +89,7 @@ class ActorWorker:
         m["policy/bad_steps"] = skipped["nonfinite"]
         if "kl" in sums.stats:
             m["kl/mean"] = _ratio(sums.stats, "kl", "tokens")
+            m["kl/per_response"] = lap.kl_per_response = _ratio(sums.stats, "kl", "rows")
         if "old_logprobs" in batch:
             old, sampled = batch.ragged("old_logprobs"), batch.ragged("sampled_logprobs")
             gap = (old.values - sampled.values).abs()[batch.ragged("response_mask").values]
@@ -126,6 +127,7 @@ class ActorWorker:
                 stats = {
                     "loss": total.item(),
                     "tokens": m.sum().item(),
+                    "rows": mask.row_index[m].unique().numel(),
                     "entropy": entropy[m].sum().item(),
                     "clipped": out.clipped.item(),
                     "approx_kl": out.approx_kl.item(),
@@ -160,7 +162,8 @@ class ReferenceWorker:
         """KL to the starting policy on the first ``kl_sample_rows`` rows; measured only, never trained on."""
         k = min(self.cfg.kl_sample_rows, len(batch))
         sample = batch.select(range(k))  # whole groups: their prompts cost once
-        ref = self._forward(sample, [list(range(k))]).values
+        kept = [[i for i in micro if i < k] for micro in lap.micro_batches]
+        ref = self._forward(sample, [micro for micro in kept if micro]).values
         mask = sample.ragged("response_mask").values
         kl = kl_estimate(sample.ragged("sampled_logprobs").values, ref, mask, self.cfg.algorithm.kl_estimator)
         lap.metrics["kl/mean"] = kl[mask].mean().item() if mask.any() else None
@@ -181,18 +184,21 @@ class CriticWorker:
             batch["critic_hidden"] = out["hidden"]
 
     def update(self, batch: Batch, lap: Lap) -> None:
-        sums, norms, lr = UpdateReport(), [], 0.0
+        sums, norms, lr, bad = UpdateReport(), [], 0.0, 0
         want = frozenset({"values"})
         for mini in lap.mini_batches:
             report = self.engine.update(batch, mini.ranks[0], self._loss(mini), want, self.cfg.rollout.temperature)
             sums.add(report.stats)
             lr = report.lr
+            bad += report.skipped == "nonfinite"
             if not report.skipped:
                 norms.append(report.grad_norm)
         m = lap.metrics
         m["critic/loss"] = sums.stats.get("loss", 0.0) / max(1, len(norms))
         m["critic/grad_norm"] = sum(norms) / len(norms) if norms else 0.0
         m["critic/lr"] = lr
+        m["critic/bad_steps"] = bad
+        m["critic/clip_fraction"] = _ratio(sums.stats, "clipped", "tokens") or 0.0
         mask = batch.ragged("response_mask").values
         returns, values = batch.ragged("returns").values[mask], batch.ragged("values").values[mask]
         m["critic/value_mean"] = values.mean().item() if len(values) else None
@@ -205,9 +211,13 @@ class CriticWorker:
             device = values.device
             mask = micro.ragged("response_mask").to(device)
             old, returns = (micro.ragged(c).to(device).values for c in ("values", "returns"))
-            losses = value_loss(values, old, returns, mask.values, self.cfg.algorithm.value_clip).losses
-            total = reduce_loss(losses, mask.values, mask.row_index, len(micro), "token-mean", mini.totals)
-            return total, {"loss": total.item()}
+            out = value_loss(values, old, returns, mask.values, self.cfg.algorithm.value_clip)
+            total = reduce_loss(out.losses, mask.values, mask.row_index, len(micro), "token-mean", mini.totals)
+            return total, {
+                "loss": total.item(),
+                "tokens": mask.values.sum().item(),
+                "clipped": out.clipped.item(),
+            }
 
         return loss
 

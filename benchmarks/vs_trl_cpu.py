@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def main() -> None:
         rows.write_text("".join(json.dumps(data[i]) + "\n" for i in range(len(data))))
         for turn in range(args.rounds):
             seconds["verl"] += ours(args.model, args.steps, folder / f"verl{turn}")[0][1:]
-            seconds["TRL"] += theirs(args.trl, args.model, rows, args.steps, folder / f"trl{turn}.json")[0][1:]
+            seconds["TRL"] += theirs(
+                os.path.abspath(args.trl), args.model, rows, args.steps, folder / f"trl{turn}.json"
+            )[0][1:]
     base = statistics.median(seconds["TRL"])
     print("\n| system | s per step (median) | min | max | steps | times TRL |\n|---|---|---|---|---|---|")
     for system, values in seconds.items():

@@ -147,7 +147,7 @@ def test_a_failing_reward_stops_the_run_and_says_where(config):
     def broken(response):
         raise ValueError("no such grade")
 
-    with pytest.raises(RunError, match=r"step 1, reward\.score: .*broken.*no such grade") as caught:
+    with pytest.raises(RunError, match=r"step 1, reward\.score on \S+: .*broken.*no such grade") as caught:
         run(config(reward_fn=broken))
     assert re.search(r"Prompt \d: '<bos>u:\w\w", str(caught.value))  # the prompt's id and text
 

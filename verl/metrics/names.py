@@ -169,7 +169,8 @@ two equal. Every sink shows the same names.
 
 - `metrics.jsonl`: one object per step (one lap), `{"step": 3, "reward/mean": 0.65, ...}`, written when the step ends.
   Some names are on every line (`ALWAYS` in `verl/metrics/sinks.py`), null where the step has no such value; any other
-  is absent then. NaN and infinities are never written: `not_finite` counts them. A mean is over the rows that have a value; `<name>/count` beside it says how many.
+  is absent then. NaN and infinities are never written: `not_finite` counts them. A mean is
+  over the rows that have a value; `<name>/count` beside it says how many.
   After a resume at step k the lines of later steps are cut off.
 - `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities.
 - The terminal: a table of the last steps, or one line per step where the output is no terminal.

@@ -17,7 +17,7 @@ demo: $(MODEL)/config.json
 	$(BIN)/verl train $(DEMO) --overwrite $(ARGS)
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -95,7 +95,7 @@ def save_and_die(root, place: str) -> None:
 @pytest.mark.parametrize(("place", "resumes_from"), [("tensors", 1), ("manifest", 1), ("renamed", 1), ("removal", 2)])
 def test_g22_b_killed_half_way(place, resumes_from, tmp_path):
     CheckpointStore(tmp_path, keep=1).save(1, parts(1))
-    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, place))
+    child = multiprocessing.get_context("spawn").Process(target=save_and_die, args=(tmp_path, place))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL

@@ -301,10 +301,10 @@ def test_whichever_system_call_fails_the_old_one_stays(call, tmp_path, monkeypat
     assert names(tmp_path) == ["latest", "step_3"]
 
 
-def save_under_a_size_limit(store, message) -> None:
+def save_under_a_size_limit(root, message) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with pytest.raises(RunError) as caught:
-        store.save(2, {"actor": {"w": torch.ones(10**5)}})
+        CheckpointStore(root).save(2, {"actor": {"w": torch.ones(10**5)}})
     message.put(str(caught.value))
 
 
@@ -312,9 +312,9 @@ def test_a_real_size_limit(tmp_path):
     """The kernel stops the write half way (RLIMIT_FSIZE): the message names the file, the partial is gone."""
     store = CheckpointStore(tmp_path)
     store.save(1, parts())
-    fork = multiprocessing.get_context("fork")
-    message = fork.SimpleQueue()
-    child = fork.Process(target=save_under_a_size_limit, args=(store, message))
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    message = spawn.SimpleQueue()
+    child = spawn.Process(target=save_under_a_size_limit, args=(tmp_path, message))
     child.start()
     child.join()
     assert child.exitcode == 0

@@ -107,7 +107,7 @@ class Controller:
         """Collect, seat, walk the stages, publish. Returns the lap's metrics."""
         start = time.perf_counter()
         step = self.step + 1
-        lap = Lap(step, version=self.step, kl_coef=self.kl.coef)
+        lap = Lap(step, kl_coef=self.kl.coef)
         lap.metrics["kl/coef"] = self.kl.coef
         collected = await self._collect()
         batch = self._batch(collected)

@@ -12,7 +12,6 @@ class Lap:
     """One lap's decisions. ``forward`` seats every row for passes without gradients, ``update`` the trained rows."""
 
     step: int  # 1-based
-    version: int  # of the weights that sampled the rows
     kl_coef: float
     forward: Seats | None = None
     update: Seats | None = None  # mini-batches of all epochs, in order

@@ -17,6 +17,7 @@ from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
 from verl.engines.base import TrainEngine, UpdateReport
 from verl.models.policy import Policy
+from verl.models.value import HIDDEN
 from verl.seats import MiniBatch
 from verl.workers.lap import Lap
 
@@ -181,7 +182,7 @@ class CriticWorker:
         out = self.engine.forward(batch, lap.micro_batches, want, self.cfg.rollout.temperature)
         batch["values"] = out["values"]
         if self.shared:  # the backbone isn't trained by the value loss, so its hidden states serve the update too
-            batch["critic_hidden"] = out["hidden"]
+            batch[HIDDEN] = out["hidden"]
 
     def update(self, batch: Batch, lap: Lap) -> None:
         sums, norms, lr, bad = UpdateReport(), [], 0.0, 0

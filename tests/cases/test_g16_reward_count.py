@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rewards.rows import make_rows
+from tests.rewards.server import scores, serving
 from verl.config.errors import RewardError
 from verl.rewards.base import Rewards
 
@@ -91,3 +92,25 @@ def test_a_function_in_a_scoring_process_is_judged_the_same() -> None:
     reward = "tests.rewards.graders:one_for_all"
     with Rewards([reward], processes=1) as rewards, pytest.raises(RewardError, match=message):
         rewards.score(ROWS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+@pytest.mark.parametrize("failure", ["error", "drop", "default"])
+def test_a_server_that_answers_another_number_is_named(count: int, failure: Any) -> None:
+    with serving(scores(*[1.0] * count)) as server:
+        message = rf"rule 'http': {server.url}: expected .* with 4 entries, one per row, received {count}$"
+        spec = {"name": "http", "url": server.url}
+        with (
+            Rewards([spec], failure=failure, processes=1) as rewards,
+            pytest.raises(RewardError, match=message) as error,
+        ):
+            rewards.score(ROWS)
+        assert isinstance(error.value, ValueError) and len(server.asked) == 1
+
+
+@pytest.mark.parametrize("value", [[1.0], "1.0", {"reward": 1.0}])
+def test_a_server_that_answers_no_number_for_a_row_is_refused(value: Any) -> None:
+    with serving(scores(1.0, 1.0, value, 1.0)) as server:
+        spec = {"name": "http", "url": server.url}
+        with Rewards([spec], failure="default", processes=1) as rewards, pytest.raises(RewardError, match="row 2"):
+            rewards.score(ROWS)

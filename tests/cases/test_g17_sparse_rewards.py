@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from tests.rewards.rows import make_rows
+from tests.rewards.server import scores as answering
+from tests.rewards.server import serving
+from verl.algorithms import advantages as estimators
 from verl.algorithms.advantages import grpo
+from verl.algorithms.named import call
+from verl.algorithms.preference import preferences_from_scores
 from verl.config.errors import RewardError
 from verl.metrics.record import mean_present
 from verl.rewards.base import Rewards, Scores
@@ -91,3 +96,59 @@ def test_a_dict_needs_its_score() -> None:
         RewardError, match=r"judge on row 0 \(p0/0\): the returned dict has no 'score', only \['reward'\]"
     ):
         Rewards([table("judge", [{"reward": 1}] * 4)]).score(ROWS)
+
+
+def test_a_server_may_abstain_be_sparse_and_give_nan() -> None:
+    with (
+        serving(answering({"score": 1, "fmt": 0.25}, None, math.nan, {"score": 0})) as server,
+        Rewards([{"name": "http", "url": server.url}], failure="drop", processes=1) as rewards,
+    ):
+        scores = rewards.score(ROWS)
+    assert scores.totals == [1.0, None, None, 0.0] and scores.extra == {"http/fmt": [0.25, None, None, None]}
+    assert scores.counts == {"abstained": 1, "dropped": 1, "failed": 1, "timed_out": 0}
+
+
+def rows_of(kept: list[int]) -> tuple[dict[str, Any], torch.Tensor]:
+    """What estimators read, for two groups of four rows of two tokens of which row 1 has no score, cut to ``kept``;
+    and the tokens' rows.
+    """
+    scores = torch.tensor([1.0, math.nan, 0.0, 0.6, 0.2, 1.0, 0.0, 1.0], dtype=torch.float64)[kept]
+    tokens = torch.tensor([2 * i + j for i in kept for j in (0, 1)])
+    row = torch.arange(len(kept)).repeat_interleave(2)
+    mask = estimators.without_abstained(torch.ones(2 * len(kept), dtype=torch.bool), row, scores)
+    noise = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))[:, tokens]
+    facts = {
+        "scores": scores,
+        "greedy_scores": torch.linspace(0, 1, 8, dtype=torch.float64)[kept],
+        "per_reward": {"a": scores, "b": torch.linspace(1, 0, 8, dtype=torch.float64).square()[kept] + 0 * scores},
+        "reward_weights": [1.0, 0.5],
+        "group": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])[kept],
+        "lengths": torch.bincount(row[mask], minlength=len(kept)),
+        "rewards": estimators.place_scores(scores, mask, row, len(kept)),
+        "values": noise[0],
+        "token_rewards": noise[1],
+        "old_logprobs": noise[2],
+        "teacher_logprobs": noise[3],
+        "gamma": 0.9,
+        "lam": 0.8,
+        "pass_k": 2,
+    }
+    return facts | {"mask": mask, "row": row, "n_rows": len(kept)}, row
+
+
+@pytest.mark.parametrize("name", estimators.ESTIMATORS)
+def test_a_row_without_any_opinion_gets_nothing_and_changes_nothing_in_every_estimator(name: str) -> None:
+    def per_token(kept: list[int]) -> torch.Tensor:
+        facts, row = rows_of(kept)
+        found = call(estimators.ESTIMATORS[name], facts)
+        return estimators.broadcast(found, facts["mask"], row) if isinstance(found, torch.Tensor) else found.advantages
+
+    with_it, without_it = per_token(list(range(8))), per_token([0, *range(2, 8)])
+    assert with_it[2:4].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(torch.cat([with_it[:2], with_it[4:]]), without_it)
+    assert without_it.abs().sum() > 0
+
+
+def test_a_row_without_any_opinion_is_in_no_pair() -> None:
+    scores = torch.tensor([0.5, math.nan, 0.0, 1.0], dtype=torch.float64)
+    assert preferences_from_scores(scores, torch.zeros(4, dtype=torch.int64)).tolist() == [0, 0, -1, 1]

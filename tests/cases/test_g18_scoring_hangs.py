@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from tests.rewards.rows import make_rows
+from tests.rewards.server import serving
+from tests.rewards.test_code import running
 from tests.rewards.test_pool import alive, children
 from verl.config.errors import RewardError
 from verl.rewards.base import Rewards
@@ -57,3 +60,42 @@ def test_the_limit_is_for_a_call_not_for_waiting_in_line() -> None:
     rows = make_rows(["x" * 200] * 6)
     with Rewards(["tests.rewards.graders:slow"], timeout=1.0, processes=1) as rewards:
         assert rewards.score(rows).totals == [200.0] * 6  # 6 x 0.3 s in one process
+
+
+def test_a_program_that_never_ends_is_wrong_and_leaves_nothing() -> None:
+    tests = ["assert f() == 1"]
+    rows = make_rows(
+        ["def f(): return 1", "def f(): return 2", "def f():\n while True: pass", "f = lambda: 1"], answer=[tests] * 4
+    )
+    before, programs = children(), running()
+    with Rewards([{"name": "code", "timeout": 1.0}], timeout=5.0, processes=2) as rewards:
+        rewards.score(rows[:2])
+        for _ in range(3):
+            start = time.perf_counter()
+            scores = rewards.score(rows)
+            assert time.perf_counter() - start < 3
+            assert scores.totals == [1.0, 0.0, 0.0, 1.0] and scores.counts["timed_out"] == 0
+            assert scores.extra["code/timed_out"] == [0.0, 0.0, 1.0, 0.0]
+            assert running() <= programs
+    assert children() <= before
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    hang = threading.Event()
+
+    def answer(asked: Any) -> tuple[int, Any]:
+        if asked["rows"][0]["response"] == "hang":
+            hang.wait(30)
+        return 200, {"scores": [1.0] * len(asked["rows"])}
+
+    with serving(answer) as server:
+        spec = {"name": "http", "url": server.url, "timeout": 0.7, "retries": 9}  # 7 s in all: the limit comes first
+        with Rewards([spec], timeout=1.0, failure="default", default=-1.0, processes=1) as rewards:
+            rewards.score(make_rows(["a"]))
+            for _ in range(2):
+                start = time.perf_counter()
+                scores = rewards.score(make_rows(["hang", "a"]))
+                assert time.perf_counter() - start < 1.0 + 2
+                assert scores.totals == [-1.0, -1.0] and scores.counts["timed_out"] == 2
+                assert rewards.score(make_rows(["a", "b"])).totals == [1.0, 1.0]
+        hang.set()

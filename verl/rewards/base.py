@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.errors import RequestError, RewardError
-from verl.rewards.calls import InProcess, Outcome, is_async
+from verl.rewards.calls import InProcess, Outcome, RewardShapeError, is_async
 from verl.rewards.functions import Score, read_batch, read_row, resolve, unique
 from verl.rewards.match import Binding, bind
 from verl.rewards.pool import Job, Pool, default_size
@@ -104,7 +104,7 @@ class Rewards:
         model: RewardModelScorer | None = None,
         processes: int | None = None,
     ) -> None:
-        self._functions = unique([resolve(spec) for spec in functions], reserved=MODEL)
+        self._functions = unique([resolve(spec, timeout) for spec in functions], reserved=MODEL)
         self._model = model
         self.names = [f.name for f in self._functions] + ([MODEL] if model is not None else [])
         if not self.names:
@@ -255,6 +255,9 @@ def build_rewards(cfg: RunConfig, device: torch.device) -> Rewards:
 
 def _read(outcomes: Sequence[Outcome | None], label: str, batch: bool, places: Sequence[str]) -> list[Score]:
     """The rows' scores out of what the calls gave; a row that an eager end left unjudged has no opinion."""
+    for outcome in outcomes:
+        if outcome is not None and outcome.misshapen:
+            raise RewardShapeError(f"reward {label}: {outcome.error}")
     if batch:
         outcome = outcomes[0]
         assert outcome is not None  # a job with one call ends with that call

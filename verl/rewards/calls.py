@@ -21,6 +21,11 @@ from typing import Any
 from verl.config.errors import RewardError
 from verl.rewards.match import Call
 
+
+class RewardShapeError(RewardError, ValueError):
+    """A reward returned something that can't be matched with the rows: wrong count or wrong kind."""
+
+
 GRACE = 1.0  # seconds after which calls that stop themselves (async ones) are stopped from outside
 Emit = Callable[[int, "Outcome"], None]
 
@@ -42,6 +47,7 @@ class Outcome:
     error: str | None = None  # exception and where it was raised, or how the process ended
     timed_out: bool = False
     trace: str = ""  # full traceback
+    misshapen: bool = False  # what came back is no score per row, which no policy goes on without
 
     @property
     def ok(self) -> bool:
@@ -53,6 +59,16 @@ class Opaque:
     """Stands for a returned object that is no score (and may not be picklable)."""
 
     kind: str
+
+
+def describe(value: Any) -> str:
+    """A returned thing in a few words."""
+    if isinstance(value, Opaque):
+        return f"a {value.kind}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    kind = "None" if value is None else f"a bare {type(value).__name__} {value!r}"
+    return kind if len(kind) <= 80 else f"{kind[:77]}..."
 
 
 def plain(value: Any) -> Any:
@@ -148,6 +164,8 @@ async def _finish(value: Any, limit: float | None) -> Outcome:
 
 def failed(error: BaseException) -> Outcome:
     """The outcome of a call that raised."""
+    if isinstance(error, RewardShapeError):
+        return Outcome(error=str(error), misshapen=True)
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in where)
     return Outcome(error=f"{type(error).__name__}: {error}{place}", trace="".join(traceback.format_exception(error)))

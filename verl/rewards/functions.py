@@ -8,19 +8,14 @@ import importlib.util
 import inspect
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.config.errors import RequestError, RewardError
+from verl.config.errors import RequestError
 from verl.rewards import rules
-from verl.rewards.calls import Opaque, Outcome, Target, load
-
-
-class RewardShapeError(RewardError, ValueError):
-    """A reward returned something that can't be matched with the rows: wrong count or wrong kind."""
+from verl.rewards.calls import Outcome, RewardShapeError, Target, describe, load
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,10 @@ class Score:
         return Score(failure=reason, timed_out=outcome.timed_out, trace=outcome.trace)
 
 
-def resolve(spec: Any) -> RewardFunction:
+def resolve(spec: Any, limit: float | None = None) -> RewardFunction:
     """A rule's name, ``"module:function"``, a callable, or ``{name: one of these, option: value, ...}``.
 
+    ``limit``: seconds that one call may take; a rule's own ``timeout`` must stay under it.
     Raises ``RequestError`` when it can't be found, imported or set up as asked.
     """
     options: dict[str, Any] = {}
@@ -68,10 +64,10 @@ def resolve(spec: Any) -> RewardFunction:
     if ":" in spec:
         module, _, path = spec.partition(":")
         return RewardFunction(path, spec, _import(module, path, spec), options, Target(module, path))
-    return _rule(spec, options)
+    return _rule(spec, options, limit)
 
 
-def _rule(name: str, options: dict[str, Any]) -> RewardFunction:
+def _rule(name: str, options: dict[str, Any], limit: float | None) -> RewardFunction:
     function = rules.IN_PROCESS.get(name) or rules.IN_WORKERS.get(name)
     if function is None:
         known = sorted((*rules.IN_PROCESS, *rules.IN_WORKERS))
@@ -89,13 +85,12 @@ def _rule(name: str, options: dict[str, Any]) -> RewardFunction:
     fixed = {p.name: options.get(p.name, p.default) for p in known_options}
     if missing := [key for key, value in fixed.items() if value is inspect.Parameter.empty]:
         raise RequestError(f"reward rule {name!r} needs the option {', '.join(map(repr, missing))}")
-    if name == "regex":
-        try:
-            re.compile(fixed["pattern"])
-        except (re.error, TypeError) as error:
-            raise RequestError(f"reward rule 'regex': pattern {fixed['pattern']!r} is invalid: {error}") from error
-    if name == "length" and not 0 < fixed["buffer"] <= fixed["max_tokens"]:
-        raise RequestError(f"reward rule 'length': buffer {fixed['buffer']} must lie in 1..max_tokens")
+    try:
+        rules.CHECKS.get(name, lambda options: None)(fixed)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"reward rule {name!r}: {error}") from error
+    if limit is not None and fixed.get("timeout", 0.0) >= limit:
+        raise RequestError(f"reward rule {name!r}: timeout {fixed['timeout']:g} must be under reward_timeout {limit:g}")
     imports = () if package is None else (package,)
     target = Target(rules.__name__, name, imports) if name in rules.IN_WORKERS else None
     return RewardFunction(name, f"rule {name!r}", function, fixed, target)
@@ -172,16 +167,6 @@ def read_batch(value: Any, label: str, rows: Sequence[str]) -> list[Score]:
     if all(isinstance(item, list) and len(item) == 1 for item in value):
         value = [item[0] for item in value]
     return [read_row(item, label, where) for item, where in zip(value, rows, strict=True)]
-
-
-def describe(value: Any) -> str:
-    """A returned thing in a few words."""
-    if isinstance(value, Opaque):
-        return f"a {value.kind}"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    kind = "None" if value is None else f"a bare {type(value).__name__} {value!r}"
-    return kind if len(kind) <= 80 else f"{kind[:77]}..."
 
 
 def _is_number(value: Any) -> bool:

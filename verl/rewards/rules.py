@@ -14,6 +14,11 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from verl.rewards.code import check as check_code
+from verl.rewards.code import code
+from verl.rewards.remote import check as check_http
+from verl.rewards.remote import http
+
 if TYPE_CHECKING:
     from verl.rewards.base import RewardRow
 
@@ -129,6 +134,23 @@ def _gym_verifier(name: str) -> Any:
     return get_score_answer_fn(name)
 
 
+def _check_regex(options: dict[str, Any]) -> None:
+    try:
+        re.compile(options["pattern"])
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pattern {options['pattern']!r} is invalid: {error}") from error
+
+
+def _check_length(options: dict[str, Any]) -> None:
+    if not 0 < options["buffer"] <= options["max_tokens"]:
+        raise ValueError(f"buffer {options['buffer']} must lie in 1..max_tokens")
+
+
 IN_PROCESS: dict[str, Callable[..., float]] = {"exact": exact, "numeric": numeric, "format": format, "length": length}
-IN_WORKERS: dict[str, Callable[..., float]] = {"regex": regex, "math": math, "reasoning_gym": reasoning_gym}
+IN_WORKERS: dict[str, Callable[..., Any]] = {
+    "regex": regex, "math": math, "code": code, "http": http, "reasoning_gym": reasoning_gym,
+}  # fmt: skip
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}  # what a rule imports when it runs
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {  # raise ValueError for options that can't work
+    "regex": _check_regex, "length": _check_length, "code": check_code, "http": check_http,
+}  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import f_bpe
 from verl.config.errors import DataError
-from verl.data.loader import PreferenceDataset, PromptDataset
+from verl.data.loader import PreferenceDataset, PromptDataset, open_example_set
 from verl.data.pairs import fit_pair
 
 
@@ -47,3 +47,42 @@ def test_an_empty_side_always_raises(sides):
 def test_no_pair_left_is_an_error():
     with pytest.raises(DataError, match="0 rows after filtering"):
         PreferenceDataset([{"prompt": "x" * 12, "chosen": "a", "rejected": "c"}]).pairs(f_bpe(), max_length=8)
+
+
+TURNS = [
+    {"role": r, "content": c} for r, c in (("user", "x"), ("assistant", "c"), ("user", "x" * 9), ("assistant", "c"))
+]
+OFFLINE = {
+    "pairs": lambda prompt: {"prompt": prompt, "chosen": "cccc", "rejected": "a"},
+    "labelled": lambda prompt: {"prompt": prompt, "completion": "cccc", "label": 1},
+    "chats": lambda prompt: {"prompt": prompt, "completion": "cccc"},
+}
+
+
+@pytest.mark.parametrize("kind", OFFLINE)
+@pytest.mark.parametrize("length", range(1, 14))
+def test_no_example_is_without_a_trained_token(kind, length):
+    rows = [OFFLINE[kind]("x"), OFFLINE[kind]("x" * length)]
+    done = open_example_set(rows, f_bpe(), kind, max_prompt_length=6, max_response_length=2)
+    assert done.counts["kept"] == len(done) == (2 if length < 8 else 1) and done.counts["filtered"] == (length >= 8)
+    for example in done:
+        assert all(any(side.mask) and len(side.mask) == len(side.ids) > 0 for side in example.completions)
+        assert max(len(example.prompt_ids) + len(side.ids) for side in example.completions) <= 8
+
+
+@pytest.mark.parametrize("kind", OFFLINE)
+def test_an_example_without_room_is_an_error_with_row_and_lengths_when_asked(kind):
+    limits = {"max_prompt_length": 6, "max_response_length": 2, "overlong": "error"}
+    with pytest.raises(DataError, match=r"row 1: prompt 12 \+ (chosen|completion) 5.* 8"):
+        open_example_set([OFFLINE[kind]("x"), OFFLINE[kind]("x" * 12)], f_bpe(), kind, **limits)
+
+
+@pytest.mark.parametrize("limit", range(7, 30))
+def test_a_cut_conversation_keeps_a_trained_token_of_its_first_answer(limit):
+    rows = [{"messages": TURNS}]
+    (chat,) = open_example_set(
+        rows, f_bpe(template="plain"), "chats", max_prompt_length=limit - 1, max_response_length=1
+    )
+    (side,) = chat.completions
+    assert len(chat.prompt_ids) == 6 and len(side.ids) <= limit - 6
+    assert side.mask[0] and side.mask[-1] and sum(side.mask) == min(2, limit - 6) + max(0, min(limit, 25) - 22)

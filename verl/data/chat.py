@@ -23,6 +23,7 @@ Turns = str | list[Message]
 
 # The plain text form of a dialogue, as in hh-rlhf: a prompt ends with the open assistant mark.
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+MARKS = {"user": HUMAN, "assistant": ASSISTANT}
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -55,11 +56,11 @@ def render_text(tokenizer: PreTrainedTokenizerBase, prompt: Turns) -> str:
     assistant message is one that the policy continues. Without a template, a text stays as it is.
     """
     if not has_template(tokenizer):
-        return prompt if isinstance(prompt, str) else _join(prompt)
+        return prompt if isinstance(prompt, str) else render_plain(prompt)
     messages = as_messages(prompt)
     if messages[-1]["role"] == "assistant":
-        return _template(tokenizer, messages, continue_final_message=True)
-    return _template(tokenizer, messages, add_generation_prompt=True)
+        return apply_template(tokenizer, messages, continue_final_message=True)
+    return apply_template(tokenizer, messages, add_generation_prompt=True)
 
 
 def render_completion(tokenizer: PreTrainedTokenizerBase, prompt: Turns, completion: Turns) -> str:
@@ -70,16 +71,25 @@ def render_completion(tokenizer: PreTrainedTokenizerBase, prompt: Turns, complet
     if not has_template(tokenizer):
         if isinstance(completion, str):
             return completion
-        return completion[0]["content"] if len(completion) == 1 else _join(completion)
+        return completion[0]["content"] if len(completion) == 1 else render_plain(completion)
     if isinstance(completion, str):
         # The plain form of a dialogue has a space after the mark; a template brings its own spacing.
         completion = [{"role": "assistant", "content": completion.lstrip() if _is_dialogue(prompt) else completion}]
     start = render_text(tokenizer, prompt)
-    whole = _template(tokenizer, as_messages(prompt) + completion)
+    whole = apply_template(tokenizer, as_messages(prompt) + completion)
     # Some templates write a finished turn otherwise than an open one (a thinking header): then the words decide.
     text = whole[len(start) :] if whole.startswith(start) else completion[-1]["content"]
+    return text[: turn_end(tokenizer, text)]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, said: str) -> int:
+    """Where a turn's text ends: after its end-of-sequence token, else after a special token that only space follows."""
     eos = tokenizer.eos_token
-    return text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
+    if eos and eos in said:
+        return said.rindex(eos) + len(eos)
+    bare = said.rstrip()
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return len(bare) if any(bare.endswith(token) for token in special) else len(said)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -106,7 +116,7 @@ def header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not has_template(tokenizer):
         return []
     turn = [{"role": "user", "content": "a"}]
-    closed, opened = _template(tokenizer, turn), _template(tokenizer, turn, add_generation_prompt=True)
+    closed, opened = apply_template(tokenizer, turn), apply_template(tokenizer, turn, add_generation_prompt=True)
     header = opened[shared_start(closed, opened) :]
     return tokenizer(header, add_special_tokens=False)["input_ids"]
 
@@ -122,14 +132,10 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def shared_start(*rows: Sequence[Any]) -> int:
+def shared_start(*rows: Any) -> int:
     """How many first items (characters, ids) are the same in all rows."""
-    count = 0
-    for items in zip(*rows, strict=False):
-        if any(item != items[0] for item in items):
-            break
-        count += 1
-    return count
+    first, last = min(rows), max(rows)  # what these two share, all that sort between them share
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def as_messages(prompt: Turns) -> list[Message]:
@@ -150,16 +156,16 @@ def _dialogue(text: str) -> list[Message]:
     return [{"role": roles[mark], "content": said.strip()} for mark, said in turns]
 
 
-def _join(messages: Sequence[Message]) -> str:
+def render_plain(messages: Sequence[Message]) -> str:
     """Messages without a template: contents joined by blank lines, or, where the assistant spoke, marked turns."""
     if all(m["role"] != "assistant" for m in messages):
         return "\n\n".join(m["content"] for m in messages)
-    marks = {"user": HUMAN + " ", "assistant": ASSISTANT + " "}
-    text = "".join(marks.get(m["role"], "") + m["content"] for m in messages)
+    text = "".join(f"{MARKS[m['role']]} {m['content']}" if m["role"] in MARKS else m["content"] for m in messages)
     return text if messages[-1]["role"] == "assistant" else text + ASSISTANT
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **how: Any) -> str:
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **how: Any) -> str:
+    """The template's text; DataError where it refuses the turns."""
     from jinja2 import TemplateError
 
     try:

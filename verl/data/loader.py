@@ -1,7 +1,7 @@
-"""The doors of the data room: ``PromptDataset`` and ``PreferenceDataset``.
+"""The doors of the data room: data sets of prompts, pairs, labelled rows and chats.
 
-A data set is raw rows and needs no tokenizer; it reads nothing before its first use. ``prompts`` (everything
-tokenised at once) or ``feed`` (prompts in training order) bring in the tokenizer and the limits::
+A data set is raw rows and needs no tokenizer; it reads nothing before its first use. ``prompts`` and ``examples``
+(everything tokenised at once) or ``feed`` and ``example_feed`` (in training order) bring in tokenizer and limits::
 
     feed = PromptDataset("prompts.jsonl").feed(tokenizer, max_prompt_length=512, seed=0)
     for prompt in feed.take(8): ...
@@ -13,36 +13,34 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from verl.config.errors import DataError
 from verl.data import chat
+from verl.data.examples import Completion, Example, ExampleEncoder, ExampleFeed, Examples
+from verl.data.feeds import OrderedFeed, StreamFeed
+from verl.data.live import LiveFeed, LiveSource, is_live
 from verl.data.order import PromptOrder
 from verl.data.pairs import Pair, encode_pair
+from verl.data.policies import BadRowPolicy, BadRows, Numbered, Overlong
 from verl.data.procedural import TOY_PROMPTS
-from verl.data.prompts import (
-    MOST_PROBLEMS,
-    Numbered,
-    OrderedFeed,
-    Overlong,
-    Prompt,
-    PromptEncoder,
-    PromptFeed,
-    Prompts,
-    StreamFeed,
-    encode_all,
-    raise_problems,
-)
-from verl.data.rows import Layout
-from verl.data.sources import Row, Source, open_source
+from verl.data.prompts import Prompt, PromptEncoder, PromptFeed, Prompts
+from verl.data.rows import Kind, Layout, side_of
+from verl.data.sources import Broken, Row, Source, open_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "TOY_PROMPTS",
+    "ChatDataset",
+    "Completion",
+    "Example",
+    "ExampleFeed",
+    "Examples",
+    "LabelledDataset",
     "Pair",
     "Pairs",
     "PreferenceDataset",
@@ -51,38 +49,56 @@ __all__ = [
     "PromptFeed",
     "PromptOrder",
     "Prompts",
+    "open_example_set",
+    "open_examples",
     "open_prompts",
 ]
 
-TOKENISING = 1  # raise it when the same row and tokenizer give other ids, so that caches are made anew
+TOKENISING = 2  # raise it when the same row and tokenizer give other ids, so that caches are made anew
 
 
 class PromptDataset(Sequence[dict[str, Any]]):
     """Rows with a ``prompt``; the other columns stay as they are.
 
-    ``source``: see ``sources.open_source``. ``columns``: ``{ours: theirs}`` for unusual names. ``cache_dir``: where
-    hub data sets and tokenised rows are kept between runs. ``ds[i]`` is row ``i``, counted from 0, in our form.
-    DataError names file, row and column of what can't be used.
+    ``source``: see ``sources.open_source``; or a live one, see ``live.LiveSource``. ``columns``: ``{ours: theirs}`` for
+    unusual names. ``cache_dir``: where hub data sets and tokenised rows are kept between runs. ``ds[i]`` is row ``i``,
+    counted from 0, in our form. DataError names file, row and column of what can't be used; with ``bad_rows: drop``
+    such rows are left out when the set is iterated or tokenised (``len`` counts them).
     """
 
-    pairs_wanted = False
+    kind: Kind = "prompts"
 
     def __init__(
-        self, source: Any, columns: Mapping[str, str] | None = None, *, cache_dir: str | Path | None = None
+        self,
+        source: Any,
+        columns: Mapping[str, str] | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+        bad_rows: BadRowPolicy = "error",
     ) -> None:
         self.source, self.columns, self.cache_dir = source, dict(columns or {}), cache_dir
+        self.bad_rows: BadRowPolicy = bad_rows
 
     @classmethod
     def of(
-        cls, source: Any, columns: Mapping[str, str] | None = None, *, cache_dir: str | Path | None = None
-    ) -> PromptDataset:
-        """``source`` itself where it is a data set of ours already, else one made of it."""
+        cls,
+        source: Any,
+        columns: Mapping[str, str] | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+        bad_rows: BadRowPolicy | None = None,
+    ) -> Self:
+        """``source`` itself where it is such a data set already, else one made of it."""
         if not isinstance(source, PromptDataset):
-            return cls(source, columns, cache_dir=cache_dir)
-        if not columns and cache_dir is None:
+            return cls(source, columns, cache_dir=cache_dir, bad_rows=bad_rows or "error")
+        if isinstance(source, cls) and not columns and cache_dir is None and bad_rows in (None, source.bad_rows):
             return source
-        return type(source)(
-            source.source, {**source.columns, **(columns or {})}, cache_dir=cache_dir or source.cache_dir
+        made = type(source) if isinstance(source, cls) else cls
+        return made(
+            source.source,
+            {**source.columns, **(columns or {})},
+            cache_dir=cache_dir or source.cache_dir,
+            bad_rows=bad_rows or source.bad_rows,
         )
 
     @property
@@ -91,25 +107,44 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     @cached_property
     def _open(self) -> Source:
-        return open_source(self.source, self.cache_dir)
+        return LiveSource.of(self.source).open() if is_live(self.source) else open_source(self.source, self.cache_dir)
 
     @cached_property
-    def _rows(self) -> Sequence[Row]:
+    def _rows(self) -> Sequence[Row | Broken]:
         rows = self._open.load()
         if not len(rows):
             raise DataError(f"{self.name} has no rows")
+        if self.bad_rows == "error" and isinstance(rows, list):
+            bad = BadRows(self.name)
+            for number, row in enumerate(rows):
+                if isinstance(row, Broken):
+                    bad.add(number, row.reason)
+            bad.check()
         return rows
 
     @cached_property
     def _layout(self) -> Layout:
         named = getattr(self._rows, "column_names", None)
-        present = set(named) if named is not None else {name for row in self._rows for name in row}
-        return Layout(present, self.columns, self.name, self.pairs_wanted)
+        present = (
+            set(named)
+            if named is not None
+            else {name for row in self._rows if not isinstance(row, Broken) for name in row}
+        )
+        return self._layout_of(present)
+
+    def _layout_of(self, present: set[str]) -> Layout:
+        return Layout(present, self.columns, self.name, self.kind)
 
     @property
     def field_names(self) -> set[str]:
-        """The columns of the first row in our form; reads that row only, unless all are loaded already."""
-        return set(self[0] if "_rows" in self.__dict__ else next(self._streamed())[1])
+        """The columns of the first row in our form; reads that row only, unless all are loaded already.
+
+        Those of a live source that has no row yet: ``prompt``.
+        """
+        if "_rows" in self.__dict__:
+            return set(self[0])
+        first = next(self._streamed(BadRows(self.name, self.bad_rows)), None)
+        return set(first[1]) if first is not None else {"prompt"}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,34 +153,60 @@ class PromptDataset(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = range(len(self))[index]
-        return self._layout.read(self._rows[number], number)
+        row = self._rows[number]
+        if isinstance(row, Broken):
+            raise DataError(f"{self.name}, row {number}: {row.reason}")
+        return self._layout.read(row, number)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (row for _, row in self._numbered())
+        return (row for _, row in self._numbered(BadRows(self.name, self.bad_rows)))
 
-    def _numbered(self) -> Iterator[Numbered]:
-        """All rows with their numbers; the first few bad ones are told in one DataError."""
-        problems: list[str] = []
+    def _numbered(self, bad: BadRows, split: bool = False) -> Iterator[Numbered]:
+        """All rows with their numbers; the first few bad ones are told in one DataError.
+
+        ``split``: a row that stands for several examples comes as those.
+        """
+        layout = self._layout
         for number, row in enumerate(self._rows):
-            try:
-                read = self._layout.read(row, number)
-            except DataError as error:
-                problems.append(str(error).removeprefix(f"{self.name}, "))
-                if len(problems) == MOST_PROBLEMS:
-                    break
-                continue
-            if not problems:
-                yield number, read
-        raise_problems(self.name, problems)
+            parts = self._parts(layout, row, number, bad, split)
+            if bad.clean:
+                yield from parts
+        bad.check()
 
-    def _streamed(self) -> Iterator[Numbered]:
-        """The rows as they come, none of them kept."""
+    def _streamed(self, bad: BadRows, split: bool = False) -> Iterator[Numbered]:
+        """The rows as they come, none of them kept; a bad one is told as soon as it is read."""
         layout = None
+        number = -1
         for number, row in enumerate(self._open.iterate()):
-            layout = layout or Layout(row.keys(), self.columns, self.name, self.pairs_wanted)
-            yield number, layout.read(row, number)
-        if layout is None:
+            if layout is None and not isinstance(row, Broken):
+                layout = self._layout_of(set(row))
+            yield from self._parts(layout, row, number, bad, split)
+            bad.check()
+        if number < 0 and not is_live(self.source):
             raise DataError(f"{self.name} has no rows")
+
+    def _arrived(self, row: Row | Broken, number: int, bad: BadRows, split: bool = False) -> list[Numbered]:
+        """One event of a live source; it may have other columns than the one before."""
+        try:
+            layout = None if isinstance(row, Broken) else self._layout_of(set(row))
+        except DataError as error:
+            bad.add(number, error)
+            return []
+        return self._parts(layout, row, number, bad, split)
+
+    def _parts(
+        self, layout: Layout | None, row: Row | Broken, number: int, bad: BadRows, split: bool
+    ) -> list[Numbered]:
+        if isinstance(row, Broken):
+            bad.add(number, row.reason)
+            return []
+        assert layout is not None, "there is one since the first row that isn't broken"
+        try:
+            read = layout.read(row, number)
+        except DataError as error:
+            bad.add(number, str(error).removeprefix(f"{self.name}, row {number}: "))
+            return []
+        return layout.parts(number, read) if split else [(str(number), read)]
 
     @cached_property
     def content(self) -> str:
@@ -159,9 +220,9 @@ class PromptDataset(Sequence[dict[str, Any]]):
         self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_length: int, overlong: Overlong = "truncate"
     ) -> Prompts:
         """Every prompt, tokenised; with ``overlong: error`` a too long one raises here, before any step."""
-        encoder = PromptEncoder(tokenizer, max_prompt_length, overlong, self.name)
+        encoder = PromptEncoder(tokenizer, max_prompt_length, overlong, self._finite(), self.bad_rows)
         key = self._fingerprint(self.content, encoder)
-        return encode_all(self._numbered, lambda i: self[i], encoder, key, self.cache_dir)
+        return Prompts.encode(self._numbered, lambda id: self[int(id)], encoder, key, self.cache_dir)
 
     def feed(
         self,
@@ -174,15 +235,28 @@ class PromptDataset(Sequence[dict[str, Any]]):
         streaming: bool = False,
     ) -> PromptFeed:
         """Prompts in training order. ``streaming``: read and tokenised while training, never all held."""
-        if not streaming:
-            prompts = self.prompts(tokenizer, max_prompt_length=max_prompt_length, overlong=overlong)
-            return OrderedFeed(prompts, seed, shuffle)
-        encoder = PromptEncoder(tokenizer, max_prompt_length, overlong, self.name)
-        key = self._fingerprint(f"stream of {self.name} {sorted(self.columns.items())}", encoder)
-        return StreamFeed(self._streamed, encoder, key, seed, shuffle)
+        encoder = PromptEncoder(tokenizer, max_prompt_length, overlong, self.name, self.bad_rows)
+        if is_live(self.source):
+            key = self._fingerprint(self._stream_name, encoder)
+            return LiveFeed(LiveSource.of(self.source), self._arrived, encoder, key, seed, shuffle)
+        if streaming:
+            return StreamFeed(self._streamed, encoder, self._fingerprint(self._stream_name, encoder), seed, shuffle)
+        return OrderedFeed(
+            self.prompts(tokenizer, max_prompt_length=max_prompt_length, overlong=overlong), seed, shuffle
+        )
 
-    def _fingerprint(self, content: str, encoder: PromptEncoder) -> str:
-        parts = [TOKENISING, content, chat.fingerprint(encoder.tokenizer), encoder.max_length, encoder.overlong]
+    @property
+    def _stream_name(self) -> str:
+        return f"stream of {self.name} {sorted(self.columns.items())}"
+
+    def _finite(self) -> str:
+        """The data set's name; DataError for a live source, which has no end."""
+        if is_live(self.source):
+            raise DataError(f"{self.name} has no end: it is trained on, not evaluated on or measured")
+        return self.name
+
+    def _fingerprint(self, content: str, encoder: PromptEncoder | ExampleEncoder) -> str:
+        parts = [TOKENISING, content, chat.fingerprint(encoder.tokenizer), *encoder.settings]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -194,37 +268,151 @@ def open_prompts(
     overlong: Overlong = "truncate",
     columns: Mapping[str, str] | None = None,
     cache_dir: str | Path | None = None,
+    bad_rows: BadRowPolicy | None = None,
 ) -> Prompts:
     """The tokenised prompts of anything that ``PromptDataset`` takes, or of a data set made before."""
-    dataset = PromptDataset.of(source, columns, cache_dir=cache_dir)
+    dataset = PromptDataset.of(source, columns, cache_dir=cache_dir, bad_rows=bad_rows)
     return dataset.prompts(tokenizer, max_prompt_length=max_prompt_length, overlong=overlong)
+
+
+class ExampleDataset(PromptDataset):
+    """Rows that an offline algorithm trains on; also a source of prompts."""
+
+    def examples(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        max_response_length: int,
+        overlong: Overlong = "truncate",
+    ) -> Examples:
+        """Every example, tokenised. The two limits together are the limit of prompt and completion together."""
+        limit = max_prompt_length + max_response_length
+        encoder = ExampleEncoder(tokenizer, self.kind, limit, overlong, self._finite(), self.bad_rows)
+        key = self._fingerprint(self.content, encoder)
+        return Examples.encode(partial(self._numbered, split=True), self._example_row, encoder, key, self.cache_dir)
+
+    def example_feed(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        max_response_length: int,
+        overlong: Overlong = "truncate",
+        seed: int = 0,
+        shuffle: bool = True,
+        streaming: bool = False,
+    ) -> ExampleFeed:
+        """Examples in training order. ``streaming``: read and tokenised while training, never all held."""
+        limit = max_prompt_length + max_response_length
+        encoder = ExampleEncoder(tokenizer, self.kind, limit, overlong, self.name, self.bad_rows)
+        key = self._fingerprint(self._stream_name, encoder)
+        if is_live(self.source):
+            arrived = partial(self._arrived, split=True)
+            return LiveFeed(LiveSource.of(self.source), arrived, encoder, key, seed, shuffle)
+        if streaming:
+            return StreamFeed(partial(self._streamed, split=True), encoder, key, seed, shuffle)
+        limits: Any = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
+        return OrderedFeed(self.examples(tokenizer, overlong=overlong, **limits), seed, shuffle)
+
+    def _example_row(self, id: str) -> dict[str, Any]:
+        number, _, side = id.partition("/")
+        return side_of(self[int(number)], side) if side else self[int(number)]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Tokenised preference pairs and what the length policy did: kept, filtered, truncated."""
+    """Tokenised preference pairs and what the length policy did: kept, filtered, truncated (and bad)."""
 
     pairs: list[Pair]
     counts: dict[str, int]
 
 
-class PreferenceDataset(PromptDataset):
-    """Rows with ``prompt``, ``chosen`` and ``rejected``; also a source of prompts.
+class PreferenceDataset(ExampleDataset):
+    """Rows with ``prompt``, ``chosen`` and ``rejected``.
 
     hh-rlhf (two whole dialogues), UltraFeedback binarised and TRL's standard and conversational forms are recognised.
     """
 
-    pairs_wanted = True
+    kind = "pairs"
 
     def pairs(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, overlong: Overlong = "truncate") -> Pairs:
         """Every pair as ids; ``max_length`` counts prompt and completion together."""
         pairs: list[Pair] = []
-        for number, row in self._numbered():
+        counts = {"kept": 0, "filtered": 0, "truncated": 0}
+        for number, row in self._numbered(BadRows(self._finite(), self.bad_rows, counts)):
             pair = encode_pair(tokenizer, row, max_length, overlong, f"{self.name}, row {number}")
-            if pair is not None:
+            if pair is None:
+                counts["filtered"] += 1
+            else:
                 pairs.append(pair)
-        filtered = len(self) - len(pairs)
         if not pairs:
-            raise DataError(f"{self.name}: 0 rows after filtering: all {filtered} pairs are longer than {max_length}")
-        truncated = sum(pair.truncated for pair in pairs)
-        return Pairs(pairs, {"kept": len(pairs), "filtered": filtered, "truncated": truncated})
+            raise DataError(
+                f"{self.name}: 0 rows after filtering: all {counts['filtered']} pairs are longer than {max_length}"
+            )
+        return Pairs(pairs, counts | {"kept": len(pairs), "truncated": sum(pair.truncated for pair in pairs)})
+
+
+class LabelledDataset(ExampleDataset):
+    """Rows with ``prompt``, ``completion`` and a bool ``label``; of a set of pairs, each row's two sides."""
+
+    kind = "labelled"
+
+
+class ChatDataset(ExampleDataset):
+    """Conversations of which the assistant's turns are trained: ``messages``, or ``prompt`` and ``completion``."""
+
+    kind = "chats"
+
+
+DATASETS: dict[Kind, type[ExampleDataset]] = {d.kind: d for d in (PreferenceDataset, LabelledDataset, ChatDataset)}
+
+
+def open_examples(
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    overlong: Overlong = "truncate",
+    columns: Mapping[str, str] | None = None,
+    cache_dir: str | Path | None = None,
+    bad_rows: BadRowPolicy | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    streaming: bool = False,
+) -> ExampleFeed:
+    """Examples of ``kind`` ("pairs", "labelled" or "chats") in training order.
+
+    ``source``: anything that ``PromptDataset`` takes, or a data set made before, also one of another kind.
+    """
+    dataset = DATASETS[kind].of(source, columns, cache_dir=cache_dir, bad_rows=bad_rows)
+    return dataset.example_feed(
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        overlong=overlong,
+        seed=seed,
+        shuffle=shuffle,
+        streaming=streaming,
+    )
+
+
+def open_example_set(
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    overlong: Overlong = "truncate",
+    columns: Mapping[str, str] | None = None,
+    cache_dir: str | Path | None = None,
+    bad_rows: BadRowPolicy | None = None,
+) -> Examples:
+    """All examples of ``kind`` with random access, in the data set's order; see ``open_examples``."""
+    dataset = DATASETS[kind].of(source, columns, cache_dir=cache_dir, bad_rows=bad_rows)
+    return dataset.examples(
+        tokenizer, max_prompt_length=max_prompt_length, max_response_length=max_response_length, overlong=overlong
+    )

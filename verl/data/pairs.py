@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl.config.errors import DataError
 from verl.data import chat
+from verl.data.policies import Overlong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ def encode_pair(
     tokenizer: PreTrainedTokenizerBase,
     row: Mapping[str, Any],
     max_length: int,
-    policy: Literal["truncate", "filter", "error"] = "truncate",
+    policy: Overlong = "truncate",
     where: str = "the pair",
 ) -> Pair | None:
     """``prompt``, ``chosen`` and ``rejected`` of a row (texts or messages) as ids; None: the policy leaves it out.
@@ -67,26 +68,39 @@ def fit_pair(
     chosen: Sequence[int],
     rejected: Sequence[int],
     max_length: int,
-    policy: Literal["truncate", "filter", "error"] = "truncate",
+    policy: Overlong = "truncate",
     where: str = "the pair",
 ) -> Pair | None:
-    """Bring both sides under ``max_length``, each by its own length.
+    """Bring both sides under ``max_length``, each by its own length; None: the policy leaves the pair out.
+
+    See ``room_for``. An empty side carries no preference and always raises DataError.
+    """
+    try:
+        room = room_for(len(prompt), {"chosen": len(chosen), "rejected": len(rejected)}, max_length, policy)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    if room is None:
+        return None
+    return Pair(tuple(prompt), tuple(chosen[:room]), tuple(rejected[:room]), max(len(chosen), len(rejected)) > room)
+
+
+class TooLong(DataError):
+    """A row is over the limit, and ``overlong: error`` says to stop."""
+
+
+def room_for(prompt: int, completions: Mapping[str, int], max_length: int, policy: Overlong) -> int | None:
+    """How many tokens each completion may keep beside the prompt's; None: the policy leaves the row out.
 
     ``truncate`` cuts the end of a completion, never the prompt; where the prompt leaves no room for one token, the
-    pair is left out (None). ``filter`` leaves out a pair with a side that is too long. ``error`` raises DataError
-    with the lengths. An empty side carries no preference and always raises.
+    row is left out. ``filter`` leaves out a row with a completion that is too long. ``error`` raises ``TooLong`` with
+    the lengths. DataError when a part is empty.
     """
-    if not prompt or not chosen or not rejected:
-        raise DataError(
-            f"{where}: prompt {len(prompt)}, chosen {len(chosen)}, rejected {len(rejected)} tokens; none may be empty"
-        )
-    room = max_length - len(prompt)
-    too_long = max(len(chosen), len(rejected)) > room
+    if not prompt or not all(completions.values()):
+        lengths = ", ".join(f"{name} {n}" for name, n in {"prompt": prompt, **completions}.items())
+        raise DataError(f"{lengths} tokens; none may be empty")
+    room = max_length - prompt
+    too_long = max(completions.values()) > room
     if too_long and policy == "error":
-        raise DataError(
-            f"{where}: prompt {len(prompt)} + chosen {len(chosen)} / rejected {len(rejected)} tokens, "
-            f"the limit for a side is {max_length}"
-        )
-    if room < 1 or (too_long and policy == "filter"):
-        return None
-    return Pair(tuple(prompt), tuple(chosen[:room]), tuple(rejected[:room]), too_long)
+        lengths = " / ".join(f"{name} {n}" for name, n in completions.items())
+        raise TooLong(f"prompt {prompt} + {lengths} tokens, the limit for a side is {max_length}")
+    return None if room < 1 or (too_long and policy == "filter") else room

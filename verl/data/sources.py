@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A row that its file doesn't give, e.g. a line that is no JSON; it keeps its place in the count of rows."""
+
+    reason: str
+
+
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 _SPLIT = re.compile(r"(?:^|[^a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])")
 
@@ -31,8 +40,8 @@ class Source:
     """``name`` for messages; ``load`` gives all rows, ``iterate`` gives them from the first on without keeping them."""
 
     name: str
-    load: Callable[[], Sequence[Row]]
-    iterate: Callable[[], Iterator[Row]]
+    load: Callable[[], Sequence[Row | Broken]]
+    iterate: Callable[[], Iterator[Row | Broken]]
 
 
 def open_source(source: Any, cache_dir: str | Path | None = None) -> Source:
@@ -61,7 +70,7 @@ def open_source(source: Any, cache_dir: str | Path | None = None) -> Source:
     raise DataError(f"a data set can't be a {type(source).__name__}: give a path, hub name, Dataset or list of rows")
 
 
-def _listed(name: str, rows: Callable[[], Sequence[Row]]) -> Source:
+def _listed(name: str, rows: Callable[[], Sequence[Row | Broken]]) -> Source:
     return Source(name, rows, lambda: iter(rows()))
 
 
@@ -74,7 +83,7 @@ def _open_loaded(loaded: Any) -> Source:
         return _open_loaded(loaded[_choose_split(list(loaded), None, "the DatasetDict")])
     if not hasattr(loaded, "__len__"):  # an IterableDataset
 
-        def refuse() -> Sequence[Row]:
+        def refuse() -> Sequence[Row | Broken]:
             raise DataError("an IterableDataset has no length: set `streaming: true`, or give a Dataset")
 
         return Source("the streamed data set", refuse, lambda: iter(loaded))
@@ -160,11 +169,11 @@ def _open_files(name: str, files: list[Path]) -> Source:
         if _kind(file) not in SUFFIXES:
             raise DataError(f"{file}: not a data file I read ({', '.join(SUFFIXES)}, also with .gz)")
 
-    def iterate() -> Iterator[Row]:
+    def iterate() -> Iterator[Row | Broken]:
         for file in files:
             yield from _read_file(file)
 
-    def load() -> Sequence[Row]:
+    def load() -> Sequence[Row | Broken]:
         if all(_kind(file) == ".parquet" for file in files):
             import pyarrow
             import pyarrow.parquet
@@ -197,7 +206,7 @@ class ArrowRows(Sequence[Row]):
             yield from batch.to_pylist()
 
 
-def _read_file(file: Path) -> Iterator[Row]:
+def _read_file(file: Path) -> Iterator[Row | Broken]:
     kind = _kind(file)
     if kind == ".parquet":
         yield from _read_parquet(file)
@@ -230,27 +239,37 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         raise DataError(f"{file}: {error}") from error
 
 
-def _read_csv(stream: IO[str], file: Path, delimiter: str) -> Iterator[Row]:
+def _read_csv(stream: IO[str], file: Path, delimiter: str) -> Iterator[Row | Broken]:
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(stream, delimiter=delimiter)
     for row in reader:
         if None in row:
-            raise DataError(f"{file}, line {reader.line_num}: more values than the {len(row) - 1} columns")
-        yield row
+            yield Broken(f"{file}, line {reader.line_num}: more values than the {len(row) - 1} columns")
+        else:
+            yield row
 
 
-def _read_lines(lines: IO[str] | list[str], file: Path) -> Iterator[Row]:
+def _read_lines(lines: IO[str] | list[str], file: Path) -> Iterator[Row | Broken]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-        yield _as_row(row, file, f"line {number}")
+        yield read_line(line, f"{file}, line {number}")
 
 
-def _read_json(text: str, file: Path) -> Iterator[Row]:
+def read_line(line: str | bytes, where: str) -> Row | Broken:
+    """The row that a line of JSON holds."""
+    try:
+        row = json.loads(line)
+        if (b"\\ud" if isinstance(line, bytes) else "\\ud") in line.lower():  # type: ignore[operator]
+            json.dumps(row, ensure_ascii=False).encode()  # half a character can't be tokenised
+        return _as_row(row, where)
+    except json.JSONDecodeError as error:
+        return Broken(f"{where}: not JSON ({error.msg} at column {error.colno})")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        return Broken(f"{where}: no text ({error.reason})")
+
+
+def _read_json(text: str, file: Path) -> Iterator[Row | Broken]:
     """A list of rows, ``{any name: list of rows}``, or, under the wrong suffix, one row a line."""
     try:
         whole = json.loads(text)
@@ -265,12 +284,10 @@ def _read_json(text: str, file: Path) -> Iterator[Row]:
     if not isinstance(whole, list):
         raise DataError(f"{file}: the JSON is a {type(whole).__name__}, not a list of rows")
     for number, row in enumerate(whole):
-        yield _as_row(row, file, f"row {number}")
+        yield _as_row(row, f"{file}, row {number}")
 
 
-def _as_row(row: Any, file: Path, at: str) -> Row:
+def _as_row(row: Any, where: str) -> Row | Broken:
     if isinstance(row, str):
         return {"prompt": row}
-    if not isinstance(row, dict):
-        raise DataError(f"{file}, {at}: a {type(row).__name__}, not an object or a text")
-    return row
+    return row if isinstance(row, dict) else Broken(f"{where}: a {type(row).__name__}, not an object or a text")

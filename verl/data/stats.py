@@ -61,7 +61,7 @@ def token_stats(source: Any, tokenizer: PreTrainedTokenizerBase, columns: Mappin
     data = PromptDataset.of(source, columns)
     prompts: list[int] = []
     responses: list[int] = []
-    rows = list(enumerate(data))
+    rows = [(str(number), row) for number, row in enumerate(data)]
     encoder = PromptEncoder(tokenizer, max_length=2**31, where=data.name)
     for start in range(0, len(rows), 1000):
         part = rows[start : start + 1000]

@@ -1,0 +1,205 @@
+"""What an offline algorithm trains on: a prompt with one completion, or with a chosen and a rejected one, as ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.errors import DataError
+from verl.data import chat
+from verl.data.feeds import Feed
+from verl.data.masks import encode_chat
+from verl.data.pairs import TooLong, encode_completions, room_for
+from verl.data.policies import BadRowPolicy, BadRows, Numbered, Overlong
+from verl.data.rows import SIDES, Kind
+from verl.data.tables import counts_of, encode_all
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerBase
+
+
+Side = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows the prompt; ends with an end-of-sequence token unless it was cut. ``ids`` and ``mask``: ``[R]``."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]  # True on tokens that are trained, at least one
+    text: str  # what ``ids`` say, special tokens left off
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of an offline algorithm. Pairs have two completions, chosen first; both continue the same prompt ids."""
+
+    id: str  # its row number, from 0; ``7/chosen`` and ``7/rejected`` where a pair is read as two labelled rows
+    prompt_ids: tuple[int, ...]  # template, header and BOS included
+    prompt_text: str  # as rendered
+    completions: tuple[Completion, ...]  # one, or (chosen, rejected)
+    label: bool | None  # labelled rows: whether the completion is desirable
+    margin: float | None  # pairs: by how much chosen is better, from ``margin`` or score_chosen - score_rejected
+    fields: dict[str, Any]  # every column of the row
+
+
+ExampleFeed = Feed[Example]
+
+
+@dataclass
+class ExampleEncoder:
+    """Renders and tokenises rows of one kind under a length policy and counts what happens to them.
+
+    ``max_length`` counts prompt and completion together: ``truncate`` cuts the end of a completion, never the prompt;
+    a row of which no trained token would be left is filtered; ``filter`` leaves out what is too long; ``error`` raises.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    kind: Kind
+    max_length: int
+    overlong: Overlong = "truncate"
+    where: str = "the data set"
+    bad_rows: BadRowPolicy = "error"
+    counts: dict[str, int] = field(default_factory=lambda: {"kept": 0, "filtered": 0, "truncated": 0})
+
+    def __post_init__(self) -> None:
+        self.bad = BadRows(self.where, self.bad_rows, self.counts)
+
+    @property
+    def settings(self) -> list[Any]:
+        """What a fingerprint covers beside data and tokenizer."""
+        return [self.kind, self.max_length, self.overlong, self.bad_rows]
+
+    def __call__(self, rows: Sequence[Numbered]) -> list[Example]:
+        """The examples of the rows that stay, in order. DataError names the rows that can't be used."""
+        examples = []
+        for number, row in rows:
+            try:
+                example = self._encode(number, row)
+            except TooLong as error:
+                self.bad.refuse(number, error)
+            except DataError as error:
+                self.bad.add(number, error)
+            else:
+                examples += [example] if example is not None else []
+        self.counts["kept"] += len(examples)
+        self.bad.check()
+        return examples
+
+    def nothing_left(self) -> DataError:
+        bad = self.counts.get("bad", 0)
+        return DataError(
+            f"{self.where}: 0 rows after filtering: all {self.counts['filtered']} rows are longer than "
+            f"{self.max_length} tokens, prompt and completion together"
+            + (f"; {bad} bad rows were left out" if bad else "")
+        )
+
+    def _encode(self, number: str, row: Mapping[str, Any]) -> Example | None:
+        """None: the length policy leaves the row out."""
+        text, prompt, sides = self._sides(row)
+        margin = _margin(row) if self.kind == "pairs" else None
+        longest = max(len(ids) for ids, _ in sides.values())
+        room = room_for(
+            len(prompt), {name: len(ids) for name, (ids, _) in sides.items()}, self.max_length, self.overlong
+        )
+        if room is None or not all(any(mask[:room]) for _, mask in sides.values()):
+            self.counts["filtered"] += 1
+            return None
+        self.counts["truncated"] += longest > room
+        completions = tuple(self._cut(ids[:room], mask[:room]) for ids, mask in sides.values())
+        label = row["label"] if self.kind == "labelled" else None
+        return Example(number, tuple(prompt), text, completions, label, margin, dict(row))
+
+    def _cut(self, ids: list[int], mask: list[bool]) -> Completion:
+        end = len(mask) - mask[::-1].index(True)  # what a cut leaves of the turns of others teaches nothing
+        text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
+        return Completion(tuple(ids[:end]), tuple(mask[:end]), str(text))
+
+    def _sides(self, row: Mapping[str, Any]) -> tuple[str, list[int], dict[str, Side]]:
+        """Prompt text and ids, and by its column each completion's ids and mask."""
+        if self.kind == "chats" and "completion" not in row:
+            return self._turns({"completion": row["messages"]})
+        names = SIDES if self.kind == "pairs" else ("completion",)
+        if any(isinstance(row[name], list) and len(row[name]) > 1 for name in names):  # others speak in between
+            before = [message | {"weight": 0} for message in chat.as_messages(row["prompt"])]
+            return self._turns({name: [*before, *chat.as_messages(row[name])] for name in names})
+        text = chat.render_text(self.tokenizer, row["prompt"])
+        prompt, *said = encode_completions(self.tokenizer, row["prompt"], [row[name] for name in names])
+        return text, prompt, {name: (ids, [True] * len(ids)) for name, ids in zip(names, said, strict=True)}
+
+    def _turns(self, chats: Mapping[str, list[chat.Message]]) -> tuple[str, list[int], dict[str, Side]]:
+        """Conversations that begin alike: the prompt ends before the first token that one of them trains."""
+        encoded = {name: encode_chat(self.tokenizer, messages) for name, messages in chats.items()}
+        first = min(mask.index(True) for _, mask, _ in encoded.values())
+        if len(chats) > 1:
+            first = min(first, chat.shared_start(*(ids for ids, _, _ in encoded.values())))
+        sides = {name: (ids[first:], mask[first:]) for name, (ids, mask, _) in encoded.items()}
+        ids, _, text = next(iter(encoded.values()))
+        return text, ids[:first], sides
+
+
+def _margin(row: Mapping[str, Any]) -> float | None:
+    names = ["margin"] if row.get("margin") not in (None, "") else ["score_chosen", "score_rejected"]
+    values = [row.get(name) for name in names]
+    if any(value in (None, "") for value in values):
+        return None
+    try:
+        numbers = [float(value) for value in values]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{' and '.join(names)}: {', '.join(f'{v!r:.40}' for v in values)}, not a finite number each")
+    return numbers[0] - sum(numbers[1:])
+
+
+class Examples(Sequence[Example]):
+    """All examples of a data set that passed the length policy, tokenised once.
+
+    ``counts``: kept, filtered, truncated (and bad). ``fingerprint`` changes with data, kind, template, tokenizer and
+    limits; a checkpoint keeps it to know its data again.
+    """
+
+    def __init__(self, table: pyarrow.Table, fields: Callable[[str], dict[str, Any]], fingerprint: str) -> None:
+        self._table, self._fields, self.fingerprint = table, fields, fingerprint
+        self.counts = counts_of(table)
+
+    @classmethod
+    def encode(
+        cls,
+        rows: Callable[[BadRows], Iterable[Numbered]],
+        fields: Callable[[str], dict[str, Any]],
+        encoder: ExampleEncoder,
+        fingerprint: str,
+        cache_dir: str | Path | None,
+    ) -> Examples:
+        """Tokenise every row, or read the table that an earlier run left in ``cache_dir`` for the fingerprint."""
+        import pyarrow as pa
+
+        ids, text = pa.large_list(pa.int32()), pa.large_string()
+        completion = pa.struct([("ids", ids), ("mask", pa.large_list(pa.bool_())), ("text", text)])
+        columns = {"id": pa.string(), "prompt_ids": ids, "prompt_text": text, "completions": pa.large_list(completion)}
+        schema = pa.schema([*columns.items(), ("label", pa.bool_()), ("margin", pa.float64())])
+        file = Path(cache_dir) / f"{encoder.kind}-{fingerprint}.arrow" if cache_dir is not None else None
+
+        def values(examples: Sequence[Example]) -> list[list[Any]]:
+            return [
+                [[vars(c) for c in e.completions] if name == "completions" else getattr(e, name) for e in examples]
+                for name in schema.names
+            ]
+
+        return cls(encode_all(rows, encoder, schema, values, file), fields, fingerprint)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        sides = tuple(Completion(tuple(c["ids"]), tuple(c["mask"]), c["text"]) for c in row.pop("completions"))
+        row["prompt_ids"] = tuple(row["prompt_ids"])
+        return Example(**row, completions=sides, fields=self._fields(row["id"]))

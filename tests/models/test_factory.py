@@ -55,13 +55,6 @@ def test_no_model_at_all():
         load_model(ModelConfig(), "cpu", torch.float32)
 
 
-def test_a_folder_with_an_adapter_is_refused(tmp_path):
-    lm = load_model(ModelConfig(model_name_or_path=f_llama(), use_lora=True), "cpu", torch.float32)
-    lm.save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="Merge it"):
-        load_model(ModelConfig(model_name_or_path=str(tmp_path)), "cpu", torch.float32)
-
-
 def test_a_tokenizer_without_pad_token_or_template_loads(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.pad_token is None and tokenizer.chat_template is None
@@ -75,6 +68,14 @@ def test_create_model_generates_as_plain_transformers(folder):
     out = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
     assert out.shape[1] > 3
     assert create_model(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("as_module", [True, False], ids=["module", "folder"])
+def test_half_precision_leaves_rotary_frequencies_alone(as_module, folder):
+    source = f_llama() if as_module else folder
+    lm = load_model(ModelConfig(model_name_or_path=source), "cpu", torch.bfloat16)
+    assert lm.dtype == torch.bfloat16
+    assert torch.equal(lm.model.rotary_emb.inv_freq, f_llama().model.rotary_emb.inv_freq)
 
 
 def test_every_id_that_ends_a_response_is_known():

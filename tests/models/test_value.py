@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.models.test_policy import loaded, rows
+from tests.models.zoo import loaded, rows
 from tests.tiny import f_gpt2, f_llama
 from verl.batch import Ragged
 from verl.models.packing import pack

@@ -1,4 +1,4 @@
-"""A checkpoint's policy as a Hugging Face folder that plain ``transformers`` (or peft) loads."""
+"""A checkpoint's policy or reward model as a Hugging Face folder that plain ``transformers`` (or peft) loads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from verl.checkpoint.store import Checkpoint
 from verl.checkpoint.tensorfile import TensorFile, read_tensors
 from verl.config.errors import RequestError, RunError
 from verl.config.model import ModelConfig
+from verl.models.adapters import base_of, is_adapter_folder
+from verl.models.decoder import adapter_tensors
+from verl.models.factory import eos_ids
+from verl.models.scorer import is_scorer
 
+_KEPT = {"pad_token_id", "reward_rows"}  # what merging into a plain base would lose of the configuration
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -26,11 +38,14 @@ def model_files(
     """What ``CheckpointStore.save(files={"hf": ...})`` puts beside the weights: all of a model but its weights.
 
     ``config.json``, ``generation_config.json``, the tokenizer's files, and ``adapter_config.json`` where peft put an
-    adapter into the model. The adapter's base is ``cfg.model_name_or_path`` if that names one, else what the model
-    remembers; a folder is made absolute so that it is found from anywhere.
+    adapter into the model (of several, the active one). The adapter's base is ``cfg.model_name_or_path`` if that names
+    one (an adapter's folder: the base of that), else what the model remembers; a folder is made absolute so that it is
+    found from anywhere. Of a base read in 4 bits, it is the unquantised one. A reward model's padding is told apart
+    from the ends of rows (``_with_pad``).
     """
     peft_config = getattr(model, "peft_config", None)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    active = model.active_adapters[0] if isinstance(model, PeftModel) else "default"
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"{type(base).__name__} is no Hugging Face model")
     if cfg is not None and cfg.use_lora and not peft_config:
@@ -40,14 +55,21 @@ def model_files(
         config = copy.deepcopy(base.config)
         config.dtype = base.dtype
         config.architectures = config.architectures or [type(base).__name__]
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        own = tokenizer
+        if is_scorer(base) and tokenizer is not None:
+            own = _with_pad(config, tokenizer, eos_ids(base, tokenizer))
         config.save_pretrained(folder)
         if base.can_generate():
             base.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        if own is not None:
+            own.save_pretrained(folder)
         if peft_config:
-            adapter = copy.deepcopy(peft_config["default"])
+            adapter = copy.deepcopy(peft_config[active])
             named = cfg.model_name_or_path if cfg is not None else None
+            if isinstance(named, str) and is_adapter_folder(named):
+                named = base_of(named)
             where = named if isinstance(named, str) else adapter.base_model_name_or_path or base.config._name_or_path
             adapter.base_model_name_or_path = str(Path(where).resolve()) if Path(where).is_dir() else where
             adapter.inference_mode = True
@@ -56,8 +78,25 @@ def model_files(
     return write
 
 
+def _with_pad(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer that pads, as ``config`` then says, with a token that ends no row; with none in the worst
+    case, and then transformers refuses to score several rows at once.
+
+    transformers reads a row's score at the last id that isn't the pad id: where rows end with the pad id (often the
+    end-of-sequence token serves as both), that would be one token too early.
+    """
+    own = copy.deepcopy(tokenizer)
+    texts = [tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token]
+    fit = [text for text in texts if text is not None and tokenizer.convert_tokens_to_ids(text) not in ends]
+    own.pad_token = fit[0] if fit else None
+    config.get_text_config().pad_token_id = own.pad_token_id
+    return own
+
+
 def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code: bool = False) -> Path:
-    """Write the policy of the checkpoint folder ``.../step_N`` to ``out`` and give ``out`` back.
+    """Write the policy (or reward model) of the checkpoint folder ``.../step_N`` to ``out`` and give ``out`` back.
 
     Full weights become ``model.safetensors``. An adapter (tensors as ``peft.get_peft_model_state_dict`` names them) is
     merged into its base model, loaded in its own dtype from where the adapter's configuration says, or with
@@ -118,20 +157,30 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _merge(folder: Path, trust_remote_code: bool) -> None:
-    """Replace the adapter in ``folder`` by the merged model; tokenizer and generation config stay the saved ones."""
-    base_path = json.loads((folder / _ADAPTER).read_text())["base_model_name_or_path"]
+    """Replace the adapter in ``folder`` by the merged model; tokenizer and generation config stay the saved ones.
+
+    A reward model's head is part of its adapter, so its base may be a language model.
+    """
+    adapter, saved = (json.loads((folder / name).read_text()) for name in (_ADAPTER, "config.json"))
+    base_path, how = adapter["base_model_name_or_path"], {"dtype": "auto", "trust_remote_code": trust_remote_code}
+    kind: Any = AutoModelForCausalLM
+    if adapter.get("task_type") == "SEQ_CLS":
+        kind, how["num_labels"] = AutoModelForSequenceClassification, 1
     try:
-        base = AutoModelForCausalLM.from_pretrained(base_path, dtype="auto", trust_remote_code=trust_remote_code)
+        base = kind.from_pretrained(base_path, **how)
     except OSError as error:
         raise RequestError(f"the adapter's base model {base_path} can't be loaded: {error}") from error
     model = PeftModel.from_pretrained(base, folder)
     # peft only warns about tensors without a place, and a policy that lost half its adapter answers fluently
-    placed, written = set(get_peft_model_state_dict(model)), set(read_tensors(folder / _ADAPTER_WEIGHTS))
+    placed, written = set(adapter_tensors(model)), set(read_tensors(folder / _ADAPTER_WEIGHTS))
     if placed != written:
         raise RunError(f"the adapter doesn't fit {base_path}: {sorted(placed ^ written)[:4]} on one side only")
     generation = folder / "generation_config.json"
     kept = generation.read_bytes() if generation.exists() else None
-    model.merge_and_unload().save_pretrained(folder)
+    merged = model.merge_and_unload()
+    for key in _KEPT & saved.keys():
+        setattr(merged.config, key, saved[key])
+    merged.save_pretrained(folder)
     if kept is not None:
         generation.write_bytes(kept)
     for name in (_ADAPTER, _ADAPTER_WEIGHTS):

@@ -15,6 +15,7 @@ from verl.engines.base import LossFn, UpdateReport
 from verl.engines.optim import Optimizer
 from verl.models.packing import Packed, pack
 from verl.models.policy import Policy
+from verl.models.scorer import Scorer
 from verl.models.value import HIDDEN, SharedValue, Value
 
 
@@ -31,7 +32,7 @@ class FsdpEngine:
 
     def __init__(
         self,
-        module: Policy | Value | SharedValue,
+        module: Policy | Value | SharedValue | Scorer,
         optimizer: OptimizerConfig,
         total_optimizer_steps: int | None = None,
         gradient_checkpointing: bool = False,
@@ -106,10 +107,10 @@ class FsdpEngine:
         targets = rows.ragged("response_ids").values.to(device)
         return self.module(self._pack(rows).to(device), targets, want, temperature)
 
-    @staticmethod
-    def _pack(rows: Batch) -> Packed:
+    def _pack(self, rows: Batch) -> Packed:
         groups = rows.tensor("group").tolist() if "group" in rows else None
-        return pack(rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu"), groups)
+        prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
+        return pack(prompts, responses, groups, ends=self.module.reads_ends)
 
 
 def _recompute_layers(backbone: nn.Module) -> None:

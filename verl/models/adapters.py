@@ -1,32 +1,161 @@
-"""LoRA: low-rank adapters in a frozen base (arXiv 2106.09685)."""
+"""LoRA: low-rank adapters in a frozen base (arXiv 2106.09685), fresh ones and ones that training goes on with."""
 
 from __future__ import annotations
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import copy
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    set_peft_model_state_dict,
+)
+from peft.utils import load_peft_weights
 from transformers import PreTrainedModel
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
+from verl.models.decoder import adapter_tensors
+from verl.models.scorer import HEAD, is_scorer
+
+CONFIG = "adapter_config.json"
+
+
+def is_adapter_folder(source: Any) -> bool:
+    return isinstance(source, str) and (Path(source) / CONFIG).is_file()
+
+
+def task_of(folder: str) -> str | None:
+    """``CAUSAL_LM``, ``SEQ_CLS``: what the adapter in a folder was made for."""
+    return json.loads((Path(folder) / CONFIG).read_text()).get("task_type")
+
+
+def base_of(folder: str) -> str:
+    """Name or folder of the model under an adapter; a relative folder is looked for here, then beside the adapter."""
+    named = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
+    if not named:
+        raise RequestError(f"{folder} holds an adapter that names no base: set base_model_name_or_path in its {CONFIG}")
+    beside = Path(folder) / named
+    return str(beside) if beside.is_dir() and not Path(named).is_dir() else named
+
+
+def with_adapter(lm: PreTrainedModel | PeftModel, cfg: ModelConfig, device: Any = None) -> PreTrainedModel | PeftModel:
+    """``lm`` with what ``cfg`` asks for: the adapter it has or whose folder is named, a fresh one, or none.
+
+    Raises ``RequestError`` for adapters that fit nowhere, contradict ``cfg``, or are of another kind than LoRA.
+    """
+    if isinstance(lm, PeftModel):
+        return _go_on(lm, cfg)
+    source = cfg.model_name_or_path
+    if isinstance(source, str) and is_adapter_folder(source):
+        return _from_folder(lm, source, cfg, device)
+    return add_lora(lm, cfg) if cfg.use_lora else lm
 
 
 def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
     """A fresh adapter around ``lm``, whose weights freeze. ``B`` starts at 0, so the policy starts as its base.
 
-    Adapters have the base's dtype and no dropout. Raises ``RequestError`` when a target module doesn't exist.
+    Adapters have the base's dtype (in a 4-bit base: float32) and no dropout. A scorer's head is trained whole.
+    Raises ``RequestError`` when a target module doesn't exist.
     """
-    if isinstance(lm, PeftModel):
-        raise RequestError(
-            "use_lora adds a fresh adapter, but the model already has one: leave use_lora out, or merge it"
-        )
-    alpha = cfg.lora_alpha if cfg.lora_alpha is not None else 2 * cfg.lora_r
+    scores = is_scorer(lm)
     lora = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         r=cfg.lora_r,
-        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_alpha=cfg.lora_alpha if cfg.lora_alpha is not None else 2 * cfg.lora_r,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=cfg.lora_target_modules,
+        modules_to_save=[HEAD] if scores else None,
     )
     try:
         return get_peft_model(lm, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise RequestError(f"lora_target_modules {cfg.lora_target_modules!r}: {error}") from error
+
+
+def starts_at_base(lm: PeftModel, adapter: str) -> bool:
+    """Whether the adapter changes nothing: all it adds but ``A`` is 0, as in a fresh one."""
+    weights = adapter_tensors(lm, adapter)
+    return not any(bool(w.any()) for name, w in weights.items() if ".lora_A" not in name and "embedding_A" not in name)
+
+
+def keep_copy(lm: PeftModel, adapter: str, name: str) -> None:
+    """Put a frozen copy of ``adapter`` beside it, as adapter ``name``; what is trained and active stays so."""
+    trained = [(p, p.requires_grad) for p in lm.parameters()]
+    if name in lm.peft_config:
+        lm.delete_adapter(name)
+    config = copy.deepcopy(lm.peft_config[adapter])
+    config.inference_mode = True
+    if isinstance(config, LoraConfig):
+        config.init_lora_weights = True  # other ways of starting would change the base
+    weights = {n: w.detach().clone() for n, w in adapter_tensors(lm, adapter).items()}
+    with torch.random.fork_rng(devices=[]):  # the copy's first weights are drawn, then replaced
+        lm.add_adapter(name, config, autocast_adapter_dtype=False)
+    set_peft_model_state_dict(lm, weights, adapter_name=name)
+    kept = adapter_tensors(lm, name)
+    assert kept.keys() == weights.keys() and all(bool((kept[n] == w).all()) for n, w in weights.items())
+    for part_name, p in lm.named_parameters():
+        if f".{name}." in part_name:
+            p.requires_grad_(False)
+    for p, flag in trained:
+        p.requires_grad_(flag)
+
+
+def _go_on(lm: PeftModel, cfg: ModelConfig) -> PeftModel:
+    """Train the adapter that a loaded module has active."""
+    adapter = lm.active_adapters[0]
+    _check(lm.peft_config[adapter], cfg, "the model's adapter")
+    if not any(p.requires_grad for p in lm.parameters()):  # loaded as peft loads by default, for inference
+        lm.set_adapter(adapter)
+        lm.peft_config[adapter].inference_mode = False
+    return lm
+
+
+def _from_folder(lm: PreTrainedModel, folder: str, cfg: ModelConfig, device: Any) -> PeftModel:
+    config = PeftConfig.from_pretrained(folder)
+    _check(config, cfg, f"the adapter in {folder}")
+    config.base_model_name_or_path = base_of(folder)
+    try:
+        model = PeftModel.from_pretrained(
+            lm,
+            folder,
+            is_trainable=True,
+            config=config,
+            autocast_adapter_dtype=False,
+            torch_device=str(device or "cpu"),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"the adapter in {folder} doesn't fit {base_of(folder)}: {error}") from error
+    # peft only warns about tensors without a place, and half an adapter answers fluently
+    placed, written = set(adapter_tensors(model)), set(load_peft_weights(folder, device="cpu"))
+    if placed != written:
+        stray = sorted(placed ^ written)[:4]
+        raise RequestError(f"the adapter in {folder} doesn't fit {base_of(folder)}: {stray} on one side only")
+    return model
+
+
+def _check(adapter: PeftConfig, cfg: ModelConfig, what: str) -> None:
+    """Refuse settings that contradict the adapter. A default contradicts nothing: a resolved file names them all."""
+    if not isinstance(adapter, LoraConfig):
+        raise RequestError(
+            f"{what} is of kind {adapter.peft_type}; training goes on with LoRA adapters only: merge it into its base "
+            "(peft's merge_and_unload, then save_pretrained) and name the merged folder"
+        )
+    has = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "lora_target_modules": adapter.target_modules}
+    for key, value in has.items():
+        asked, default = getattr(cfg, key), type(cfg).model_fields[key].default
+        if asked != default and _plain(asked) != _plain(value):
+            shown = sorted(value) if isinstance(value, set) else value
+            raise RequestError(
+                f"{key} is {asked!r}, but {what} has {shown!r}: leave {key} out, training goes on with it"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return set(value) if isinstance(value, Collection) and not isinstance(value, str) else value

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
-from verl.models.adapters import add_lora
+from verl.models.adapters import base_of, is_adapter_folder, task_of, with_adapter
+from verl.models.decoder import base_model
 from verl.models.packing import ATTENTION
-from verl.models.policy import base_model
 from verl.models.probe import probe
+from verl.models.quantize import four_bit, is_four_bit, keep_gradients, warn_of_stacks
+from verl.models.scorer import HEAD, is_scorer, mark, new_head
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
@@ -37,13 +50,16 @@ def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
 def load_tokenizer(model: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub name, a folder, or a loaded module (by the name it was loaded from).
 
-    A pad token or a chat template is not needed. Missing: ``RequestError``.
+    An adapter's folder without one means its base's. A pad token or a chat template is not needed. Missing:
+    ``RequestError``.
     """
     name_or_path = base_model(model).config._name_or_path if isinstance(model, nn.Module) else model
     if not name_or_path:
         raise RequestError(
             f"the {type(model).__name__} names no tokenizer: save both to a folder and load the model from there"
         )
+    if is_adapter_folder(name_or_path) and not any(Path(name_or_path).glob("tokenizer*")):
+        name_or_path = base_of(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -51,41 +67,59 @@ def load_tokenizer(model: Any, trust_remote_code: bool = False) -> PreTrainedTok
 
 
 def load_model(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-    """A causal LM ready for ``Policy`` or ``Value``: packed attention, no dropout, adapters where ``use_lora`` asks.
+    """A causal LM ready for ``Policy`` or ``Value``: packed attention, no dropout, adapters where ``cfg`` has them.
 
-    A loaded module is taken as it is, not copied, and moved to ``device`` and ``dtype``; from then on it computes on
-    packed rows only. The model proves at once that it does so correctly (``probe``).
+    The source may be an adapter's folder, or a loaded module with an adapter: training goes on with that one. A loaded
+    module is taken as it is, not copied, and moved to ``device`` and ``dtype``; from then on it computes on packed rows
+    only. The model proves at once that it does so correctly (``probe``).
 
     Raises:
-        RequestError: no such model, a folder that holds an adapter instead of a model, an architecture that packed
-            rows don't suit, or adapters that fit nowhere.
+        RequestError: no such model, an architecture that packed rows don't suit, adapters that fit nowhere or
+            contradict ``cfg``, or a missing package.
     """
-    source: Any = cfg.model_name_or_path
-    if source is None:
-        raise RequestError("no model: set model_name_or_path to a hub name, a folder or a loaded module")
-    lm: nn.Module
+    source = _source(cfg)
+    if not isinstance(source, nn.Module):
+        source = _from_pretrained(source, dtype, cfg.trust_remote_code, device if cfg.load_in_4bit else None)
+    elif not isinstance(base_model(source), PreTrainedModel):
+        raise RequestError(f"{type(source).__name__} is not a Hugging Face causal language model")
+    return _ready(source, cfg, device, dtype)
+
+
+def load_scorer(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    """A sequence-classification decoder with one label, ready for ``Scorer``; else as ``load_model``.
+
+    The source is a causal LM, which gets a new head drawn from ``seed``, or a sequence-classification model, or either
+    one loaded; a loaded causal LM lends its backbone. With LoRA the head is trained whole beside the adapter.
+
+    Raises:
+        RequestError: besides ``load_model``'s reasons, an architecture without a sequence-classification form, several
+            labels, or a language model's adapter.
+    """
+    source = _source(cfg)
     if isinstance(source, nn.Module):
-        lm = source
-        if not isinstance(base_model(lm), PreTrainedModel):
-            raise RequestError(f"{type(lm).__name__} is not a Hugging Face causal language model")
+        base = base_model(source)
+        if not is_scorer(base):
+            if isinstance(source, PeftModel):
+                raise _not_merged(type(source).__name__)
+            source = _on_backbone_of(base, seed)
     else:
-        lm = _from_pretrained(source, dtype, cfg.trust_remote_code)
-    base = base_model(lm)
-    base.set_attn_implementation(ATTENTION)
-    if base.config._attn_implementation != ATTENTION:
-        raise RequestError(
-            f"{type(base).__name__} doesn't let its attention be replaced, so it can't compute on packed rows"
-        )
-    lm.to(device=device, dtype=dtype)
-    probe(lm)
-    return add_lora(lm, cfg) if cfg.use_lora else lm  # type: ignore[arg-type]
+        if is_adapter_folder(source) and task_of(source) != "SEQ_CLS":
+            raise _not_merged(source)
+        source = _scorer_from_pretrained(source, dtype, cfg, device, seed)
+    mark(base_model(source))
+    return _ready(source, cfg, device, dtype)
 
 
 def create_model(
     model_name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """A plain Hugging Face causal LM in evaluation mode, ``generate`` included; default dtype: the checkpoint's."""
+    """A plain Hugging Face causal LM in evaluation mode, ``generate`` included; default dtype: the checkpoint's.
+
+    Of an adapter's folder: its base with the adapter merged into it.
+    """
     model = _from_pretrained(model_name, dtype, False)
+    if is_adapter_folder(model_name):
+        model = PeftModel.from_pretrained(model, model_name).merge_and_unload()
     nn.Module.to(model, device)
     return model.eval()
 
@@ -100,19 +134,117 @@ def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     return frozenset(found)
 
 
-def _from_pretrained(name: str, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    if os.path.exists(os.path.join(name, "adapter_config.json")):
+def _source(cfg: ModelConfig) -> Any:
+    if cfg.model_name_or_path is None:
+        raise RequestError("no model: set model_name_or_path to a hub name, a folder or a loaded module")
+    return cfg.model_name_or_path
+
+
+def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    """Packed attention, placed, probed, with adapters."""
+    base = base_model(lm)
+    base.set_attn_implementation(ATTENTION)
+    if base.config._attn_implementation != ATTENTION:
         raise RequestError(
-            f"{name} holds an adapter, not a model: training would start from it but the reference would be its base. "
-            "Merge it (peft's merge_and_unload, then save_pretrained) and name the merged folder"
+            f"{type(base).__name__} doesn't let its attention be replaced, so it can't compute on packed rows"
         )
+    if cfg.load_in_4bit and not is_four_bit(base):
+        raise RequestError("load_in_4bit quantises a model while it is read: give its name or folder, not the module")
+    if isinstance(cfg.model_name_or_path, nn.Module) and not is_four_bit(base):
+        # parameters alone: rotary frequencies and the like are buffers, and rounding them would shift far positions
+        for p in lm.parameters():
+            p.data = p.data.to(dtype)
+    lm.to(device=device)
+    if is_four_bit(base):
+        keep_gradients(base)
+        warn_of_stacks(base)
+    probe(lm)
+    lm = with_adapter(lm, cfg, device)  # type: ignore[arg-type]
+    if is_four_bit(base) and not isinstance(lm, PeftModel):
+        lm.requires_grad_(False)  # a teacher, say; what could be trained beside 4-bit weights is not worth it
+    return lm
+
+
+def _from_pretrained(
+    name: str, dtype: torch.dtype | None, trust_remote_code: bool, quantise_on: torch.device | str | None = None
+) -> PreTrainedModel:
+    """The causal LM of this name; of an adapter's folder, its base. ``quantise_on``: in 4 bits, on that device."""
+    name = base_of(name) if is_adapter_folder(name) else name
+    how: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype, "trust_remote_code": trust_remote_code}
+    if quantise_on is not None and dtype is not None:
+        how |= four_bit(quantise_on, dtype)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype if dtype is not None else "auto", trust_remote_code=trust_remote_code
-        )
+        return AutoModelForCausalLM.from_pretrained(name, config=config, **how)
     except (OSError, ValueError) as error:
         raise _missing("causal language model", name, error) from error
+
+
+def _scorer_from_pretrained(
+    name: str, dtype: torch.dtype, cfg: ModelConfig, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """The sequence-classification model of this name, or the causal LM of this name with a new head; of an adapter's
+    folder, what it was put on."""
+    name = base_of(name) if is_adapter_folder(name) else name
+    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
+    if cfg.load_in_4bit:
+        how |= four_bit(device, dtype, leave_out=[HEAD])
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _missing("model", name, error) from error
+    trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    if trained and config.num_labels != 1:
+        raise RequestError(f"{name} gives {config.num_labels} numbers per row (num_labels), a reward is one")
+    config.num_labels = 1
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not hasattr(config, "auto_map"):
+        raise _no_form(type(config).__name__)
+    try:
+        with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is then drawn again
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                name, config=config, output_loading_info=True, **how
+            )
+    except (OSError, ValueError) as error:
+        raise _missing("sequence-classification model", name, error) from error
+    absent = sorted({n for n, _ in model.named_parameters()} & set(info["missing_keys"]))
+    if absent and (trained or any(not n.startswith(f"{HEAD}.") for n in absent)):
+        raise RequestError(f"{name} holds no weights for {', '.join(absent[:5])}")
+    if absent:
+        new_head(model, seed)
+    return model
+
+
+def _on_backbone_of(base: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The sequence-classification form of a loaded causal LM, around the LM's own backbone."""
+    if not isinstance(base, PreTrainedModel):
+        raise RequestError(f"{type(base).__name__} is not a Hugging Face causal language model")
+    config = copy.deepcopy(base.config)
+    config.num_labels = 1
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise _no_form(type(base).__name__)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    old = getattr(model, HEAD, None)
+    if old is None or type(model.base_model) is not type(base.base_model):
+        raise _no_form(type(base).__name__)
+    setattr(model, model.base_model_prefix, base.base_model)
+    bias = old.bias is not None
+    setattr(model, HEAD, nn.Linear(old.in_features, 1, bias=bias, device=base.device, dtype=base.dtype))
+    new_head(model, seed)
+    return model.eval()
+
+
+def _no_form(kind: str) -> RequestError:
+    return RequestError(
+        f"{kind} has no sequence-classification form in transformers, so no reward model can be made of it"
+    )
+
+
+def _not_merged(what: str) -> RequestError:
+    return RequestError(
+        f"{what} holds a language model's adapter, which a reward model can't go on with: merge it into its base "
+        "(verl export, or peft's merge_and_unload and save_pretrained) and name the merged folder"
+    )
 
 
 def _missing(what: str, name: str, error: Exception) -> RequestError:

@@ -11,7 +11,10 @@ is trained, so it is left out::
     positions  0 1 2 3 2                    queries [2:4] keys p q a b
     predict    1 2 3 | 1 4                  queries [4:5] keys p q d
 
-``predict[t]`` is the packed position whose hidden state predicts response token ``t``.
+``predict[t]`` is the packed position whose hidden state predicts response token ``t``. A model that reads the tokens
+themselves (a scorer) wants ``pack(..., ends=True)``: nothing is left out, and ``predict[t]`` is where ``t`` lies::
+
+    ids        p q a b c d e      predict   2 3 4 | 5 6
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ class Packed:
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    predict: Ragged  # [R] packed position that predicts each response token, one run per row
+    predict: Ragged  # [R] packed position that predicts (with ends: that is) each response token, one run per row
     q_lengths: list[int]  # [S] queries; segments lie end to end on the packed axis
     k_spans: list[list[tuple[int, int]]]  # [S] packed ranges that make up each segment's keys
 
@@ -118,7 +121,8 @@ class Packed:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         del layer
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not options.dropout and not options.softcap:
+        plain = not options.dropout and not options.softcap and q.shape[-1] == v.shape[-1]  # all the kernel can do
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain:
             return self._attend_varlen(q, k, v, options)
         parts = []
         for b in self._buckets:
@@ -212,11 +216,12 @@ def common_prefix(prompts: Sequence[Sequence[int] | Tensor]) -> int:
     return length if length >= WORTH_SHARING else 0
 
 
-def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None) -> Packed:
+def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None, *, ends: bool = False) -> Packed:
     """Pack ``B`` rows. Rows of equal ``groups`` number must have equal prompts, and their prompt is stored once;
     what all prompts start with is stored once for all of them.
 
-    ``groups=None`` stores every row's prompt for itself. Every prompt and every response needs at least one token.
+    ``groups=None`` stores every row's prompt for itself. ``ends``: keep each response's last token too, and let
+    ``predict`` point at the response tokens themselves. Every prompt and every response needs at least one token.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses")
@@ -257,11 +262,11 @@ def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None
             n = response_rows[row].shape[0]
             if not n:
                 raise ValueError(f"row {row} has an empty response")
-            before = torch.arange(at - 1, at + n - 1)
-            before[0] = prompt_span[1] - 1
-            predict[row] = before
-            if n > 1:
-                add(response_rows[row][:-1], prompt.shape[0], [*start, prompt_span])
+            own = torch.arange(at, at + n)
+            predict[row] = own if ends else torch.cat([torch.tensor([prompt_span[1] - 1]), own[:-1]])
+            kept = response_rows[row] if ends else response_rows[row][:-1]
+            if len(kept):
+                add(kept, prompt.shape[0], [*start, prompt_span])
     return Packed(
         torch.cat(ids), torch.cat(positions), Ragged(torch.cat(predict), responses.lengths), q_lengths, k_spans
     )

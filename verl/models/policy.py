@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from verl.config.errors import RequestError
+from verl.models.adapters import keep_copy, starts_at_base
+from verl.models.decoder import Decoder, base_model, known
 from verl.models.logprobs import head_logits, token_logprobs
-from verl.models.naming import check_fit, copy_by_name, own_tensors
-from verl.models.packing import Layout, Packed, last_hidden
+from verl.models.packing import Packed
+
+REFERENCE = "reference"  # the kept copy of the adapter that training started from
 
 
-def base_model(lm: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself, with or without adapters around it."""
-    return lm.get_base_model() if isinstance(lm, PeftModel) else lm  # type: ignore[return-value]
-
-
-def without_dropout(module: nn.Module) -> None:
-    """Set every dropout (and the noise of a mixture's router) to 0, in place.
-
-    A policy trained by reinforcement learning has none: the sampler drew without it, so with it the ratio to the
-    sampled-from density would not be 1 before the first update (GPT-2's default is 0.1).
-    """
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)
-
-
-class Policy(nn.Module):
+class Policy(Decoder):
     """Wraps ``lm``, a causal LM whose attention is ``packing.ATTENTION`` (``factory.load_model`` gives one).
 
-    The parameters are ``lm``'s own. Logits follow the model's own treatment: ``logit_scale`` multiplies them (Granite,
-    Cohere), then ``softcap`` bounds them (Gemma 2).
+    Logits follow the model's own treatment: ``logit_scale`` multiplies them (Granite, Cohere), then ``softcap``
+    bounds them (Gemma 2).
     """
 
+    reads_ends = False  # a response's last token predicts nothing
+
     def __init__(self, lm: nn.Module) -> None:
-        super().__init__()
-        self.lm = lm
-        without_dropout(lm)
+        super().__init__(lm)
         base = base_model(lm)
         head = base.get_output_embeddings()
         if head is None:
@@ -60,16 +41,8 @@ class Policy(nn.Module):
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
         if getattr(config, "logits_scaling", None):  # Granite divides
             self.logit_scale = 1.0 / config.logits_scaling
+        self._starts_at_base: bool | None = None  # None: no reference was kept
         self.eval()
-
-    @property
-    def config(self):
-        return base_model(self.lm).config
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The decoder without its head; adapters act inside it."""
-        return base_model(self.lm).get_decoder()
 
     @property
     def head_weight(self) -> Tensor:
@@ -88,40 +61,39 @@ class Policy(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.head_weight.dtype
 
-    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that training changes, tied ones once; names are ``lm``'s."""
-        return ((name, p) for name, p in self.lm.named_parameters() if p.requires_grad)
+    @property
+    def has_adapters(self) -> bool:
+        return self.adapter is not None
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the names that ``save_pretrained`` would give them; with adapters, the adapter's alone."""
-        if isinstance(self.lm, PeftModel):
-            return iter(get_peft_model_state_dict(self.lm).items())
-        return iter(revert_weight_conversion(base_model(self.lm), dict(own_tensors(self.lm))).items())
+    def keep_reference(self) -> None:
+        """Keep what is needed to be the present policy again (``as_reference``). Before any training; again: anew.
 
-    def load(self, shards: Mapping[str, Tensor]) -> None:
-        """Take back what ``shards`` gave, in place. ``RunError`` unless names and shapes are exactly those."""
-        into = dict(self.shards())
-        check_fit(into, shards)
-        if not isinstance(self.lm, PeftModel):
-            own = dict(own_tensors(self.lm))
-            if own.keys() != into.keys():  # a file layout of its own (a mixture's experts one by one): let HF convert
-                base = base_model(self.lm)
-                converted: Any = type(base).from_pretrained(
-                    None, config=base.config, state_dict=dict(shards), dtype=self.dtype
-                )
-                shards = dict(own_tensors(converted))
-            into = own
-        copy_by_name(into, shards)
+        That is the base where the adapter is fresh, else a frozen copy of the adapter. ``RuntimeError`` without
+        adapters: the reference of a policy that trains all its weights is a copy of the whole.
+        """
+        if not isinstance(self.lm, PeftModel) or self.adapter is None:
+            raise RuntimeError("the policy has no adapters to keep")
+        self._starts_at_base = starts_at_base(self.lm, self.adapter)
+        if not self._starts_at_base:
+            keep_copy(self.lm, self.adapter, REFERENCE)
 
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """While open, the policy is its base model."""
-        if not isinstance(self.lm, PeftModel):
-            raise RuntimeError("the policy has no adapters to turn off")
-        return self.lm.disable_adapter()
-
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Final hidden states ``[T, D]`` of packed tokens ``ids [T]`` at ``positions [T]``."""
-        return last_hidden(self.backbone, ids, positions, layout)
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """While open, the policy is the one it was at ``keep_reference``; ``RuntimeError`` where nothing was kept."""
+        if not isinstance(self.lm, PeftModel) or self.adapter is None or self._starts_at_base is None:
+            raise RuntimeError("keep_reference must come before training")
+        if self._starts_at_base:
+            with self.lm.disable_adapter():
+                yield
+            return
+        trained = [(p, p.requires_grad) for p in self.lm.parameters()]  # peft changes them as it switches
+        self.lm.set_adapter(REFERENCE, inference_mode=True)
+        try:
+            yield
+        finally:
+            self.lm.set_adapter(self.adapter)
+            for p, flag in trained:
+                p.requires_grad_(flag)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [N, D]`` -> float32 ``[N, V]``, before any temperature."""
@@ -132,7 +104,7 @@ class Policy(nn.Module):
 
         ``want`` names the outputs, of ``logprobs`` and ``entropy``, each ``[R]`` in float32.
         """
-        _known(want, {"logprobs", "entropy"})
+        known(want, {"logprobs", "entropy"})
         hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
         logprobs, entropy = token_logprobs(
             hidden,
@@ -148,8 +120,3 @@ class Policy(nn.Module):
         if entropy is not None:
             out["entropy"] = entropy
         return {name: out[name] for name in want}
-
-
-def _known(want: frozenset[str], names: set[str]) -> None:
-    if not want or want - names:
-        raise ValueError(f"asked for {sorted(want)}; this model gives {sorted(names)}")

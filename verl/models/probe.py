@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from verl.batch import Ragged
 from verl.config.errors import RequestError
+from verl.models.decoder import base_model
 from verl.models.packing import ATTENTION, AttentionOptions, Packed, pack
-from verl.models.policy import Policy, base_model
+from verl.models.policy import Policy
+from verl.models.scorer import Scorer, is_scorer
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ROPE_TYPES = {"dynamic", "longrope"}  # their angles depend on the longest row of the call
@@ -33,43 +35,48 @@ class _Watched:
 
 
 def probe(lm: nn.Module) -> None:
-    """Compare logits of packed rows with those of the model's own (eager) attention, row by row.
+    """Compare logits of packed rows with those of the model's own (eager) attention, row by row; of a scorer, whose
+    one number says little, the hidden states.
 
     Raises ``RequestError`` that names the model class and what differs. Costs three forwards of about ten tokens.
     """
     base = base_model(lm)
     config = base.config.get_text_config()
     _refuse(base, config)
-    policy = Policy(lm)
-    vocabulary = policy.head_weight.shape[0]
+    scores = is_scorer(base)
+    model = Scorer(lm) if scores else Policy(lm)
+    embeddings: Any = base.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     ids = torch.arange(1, PROMPT + sum(RESPONSES) + 1) * 7919 % vocabulary
     prompt, *responses = ids.split([PROMPT, *RESPONSES])
-    packed = pack(Ragged.from_rows([prompt] * 2), Ragged.from_rows(responses), [0, 0]).to(policy.device)
+    packed = pack(Ragged.from_rows([prompt] * 2), Ragged.from_rows(responses), [0, 0]).to(model.device)
     watched = _Watched(packed)
     with torch.no_grad():
         try:
-            hidden = policy.hidden(packed.ids, packed.positions, watched)
+            hidden = model.hidden(packed.ids, packed.positions, watched)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise RequestError(f"{type(base).__name__} does not compute on packed rows: {error}") from error
-        ours = policy.logits(hidden[packed.predict.values])
+        hidden = hidden[packed.predict.values]
+        ours = model.logits(hidden) if isinstance(model, Policy) else hidden.float()
         base.set_attn_implementation("eager")
         try:
-            theirs = torch.cat(
-                [
-                    lm(input_ids=torch.cat([prompt, r])[None].to(policy.device), use_cache=False).logits[
-                        0, PROMPT - 1 : -1
-                    ]
-                    for r in responses
-                ]
-            ).float()
+            parts = []
+            for r in responses:
+                ids = torch.cat([prompt, r])[None].to(model.device)
+                if scores:
+                    parts.append(model.backbone(input_ids=ids, use_cache=False).last_hidden_state)
+                else:
+                    parts.append(lm(input_ids=ids, use_cache=False).logits)
+            theirs = torch.cat([part[0, PROMPT - 1 : -1] for part in parts]).float()
         finally:
             base.set_attn_implementation(ATTENTION)
     _check_windows(base, config, watched.windows)
     gap = ((ours - theirs).norm() / (theirs - theirs.mean(-1, keepdim=True)).norm()).item()
-    tolerance = 1e-3 if policy.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
     if not gap <= tolerance:
+        what = "hidden states" if scores else "logits"
         raise RequestError(
-            f"{type(base).__name__} gives other logits on packed rows than by itself (relative difference {gap:.2g}, "
+            f"{type(base).__name__} gives other {what} on packed rows than by itself (relative difference {gap:.2g}, "
             f"{tolerance:g} is allowed), so training it here would be wrong; this architecture is not supported"
         )
 

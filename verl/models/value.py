@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from verl.models.decoder import base_model, known, without_dropout
 from verl.models.naming import copy_by_name
 from verl.models.packing import Packed, last_hidden
-from verl.models.policy import Policy, base_model, without_dropout
+from verl.models.policy import Policy
 
 HIDDEN = "critic_hidden"  # batch column: the backbone's hidden states [R, D], kept by a shared critic between its ops
 
@@ -31,6 +32,7 @@ class _Head(nn.Linear):
 class _Valuing(nn.Module):
     """What both value models share: their checkpoint is what they train."""
 
+    reads_ends = False  # a value stands before its token
     value_head: _Head
 
     @property
@@ -73,8 +75,7 @@ class Value(_Valuing):
     ) -> dict[str, Tensor]:
         """``{"values": [R]}``: before each response token. Targets and temperature play no part."""
         del targets, temperature
-        if want != {"values"}:
-            raise ValueError(f"asked for {sorted(want)}; this model gives values")
+        known(want, {"values"})
         hidden = last_hidden(self.backbone, packed.ids, packed.positions, packed)
         return {"values": self.value_head(hidden[packed.predict.values])}
 
@@ -103,8 +104,7 @@ class SharedValue(_Valuing):
         Given these again as ``hidden`` (the backbone not having changed meanwhile), ``packed`` isn't looked at.
         """
         del targets, temperature
-        if not want or want - {"values", "hidden"}:
-            raise ValueError(f"asked for {sorted(want)}; this model gives values and hidden")
+        known(want, {"values", "hidden"})
         if hidden is None:
             assert packed is not None, "either packed rows or their hidden states"
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 The policy's tokens mean nothing to another tokenizer, so the model gets decoded text, in the form it was trained on:
 messages through its own chat template where it has one; a (question, answer) pair for encoders such as DeBERTa;
-else the question directly followed by the answer.
+else the question directly followed by the answer. A model trained here gets the very ids that training gave it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from verl.config.errors import RequestError, RewardError
 from verl.config.model import RewardModelConfig
 from verl.data import chat
+from verl.data.pairs import encode_completions
+from verl.models.adapters import is_adapter_folder
 from verl.models.factory import load_tokenizer, resolve_dtype
+from verl.models.scorer import is_marked
 from verl.rewards.base import RewardRow
 
 # model types that pool a first token and are trained on text pairs
@@ -103,12 +106,23 @@ class RewardModelScorer:
         prompt = row.fields.get("prompt", row.prompt)
         if self._backend is not None:
             return self._pair(row, chat.render_text(self.tokenizer, prompt))
+        if is_marked(self.model.config):
+            return self._cut(row, self._as_trained(prompt, row))
         if chat.has_template(self.tokenizer):
             messages = [*chat.as_messages(prompt), {"role": "assistant", "content": row.response}]
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         else:
             text = chat.render_text(self.tokenizer, prompt) + row.response
-        ids = chat.encode(self.tokenizer, [text])[0]
+        return self._cut(row, chat.encode(self.tokenizer, [text])[0])
+
+    def _as_trained(self, prompt: chat.Turns, row: RewardRow) -> list[int]:
+        """Ids as preference pairs have them; a response that didn't end goes without the token that says so."""
+        start, said = encode_completions(self.tokenizer, prompt, [row.response])
+        if row.finish_reason != "stop" and said[-1:] == [self.tokenizer.eos_token_id]:
+            del said[-1]
+        return start + said
+
+    def _cut(self, row: RewardRow, ids: list[int]) -> _Input:
         excess = self._excess(row, len(ids))
         if excess:
             lead = chat.leading_specials(self.tokenizer)
@@ -177,6 +191,11 @@ def _load(cfg: RewardModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     source, trust = cfg.model_name_or_path, cfg.trust_remote_code
+    if is_adapter_folder(source):
+        raise RequestError(
+            f"reward_model_config: {source!r} holds an adapter without its base: name a folder of the merged model "
+            "(verl export writes one)"
+        )
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         _require_one_label(config)  # before gigabytes are read

@@ -35,8 +35,14 @@ COLUMNS: dict[str, Column] = {
         Column("finish_reason", "str", "B", "rollout.generate", "stop, length or abort"),
         Column("version", "int64", "B", "rollout.generate", "weights version that sampled the row"),
         Column("scores", "float64", "B", "reward.score", "total reward of the row; NaN where every reward abstained"),
+        Column("greedy_scores", "float64", "B", "reward.baseline", "total reward of the prompt's greedy response"),
+        Column("preferred", "int64", "B", "data.next", "1 chosen, -1 rejected, 0 neither; pairs share their group"),
+        Column("label", "float64", "B", "data.next", "1 for a good answer, 0 for a bad one"),
+        Column("margin", "float64", "B", "data.next", "by how much the chosen answer is better; NaN: not known"),
         Column("old_logprobs", "float32", "BR", "actor.logprobs", "log-probability by the trainer before the update"),
         Column("ref_logprobs", "float32", "BR", "reference.logprobs", "log-probability by the frozen starting policy"),
+        Column("teacher_logprobs", "float32", "BR", "teacher.logprobs", "log-probability by the teacher"),
+        Column("token_rewards", "float32", "BR", "process_reward.rewards", "implicit reward of each response token"),
         Column("values", "float32", "BR", "critic.values", "value before each response token"),
         Column(
             "advantages", "float32", "BR", "actor.advantages", "advantage of each response token; 0 outside the mask"

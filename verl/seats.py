@@ -70,6 +70,7 @@ def seat(
     loss_tokens: Sequence[int] | None = None,
     skip: Collection[int] = (),
     share_prompts: bool = False,
+    whole_groups: bool = False,
     epochs: int = 1,
     seed: int = 0,
 ) -> Seats:
@@ -81,6 +82,8 @@ def seat(
     - Ranks: row counts differ by at most 1; tokens are balanced under that rule.
     - Micro-batches: at most ``micro_rows`` rows and ``max_tokens`` tokens. A row costs its prompt and its response;
       with ``share_prompts`` a group's rows stay together where the limits allow, and their prompt counts once.
+    - ``whole_groups``: the rows of a group that aren't skipped share a micro-batch; ranks then hold equally many
+      groups, give or take one, instead of rows. ``ValueError`` where a group is over a limit.
     - ``skip``: rows with zero loss weight. They are computed nowhere, but stay in the totals.
     - ``loss_tokens``: tokens of each row in the loss mask (default: the whole response), for the totals only.
 
@@ -107,11 +110,16 @@ def seat(
 
     def units(rows: Sequence[int]) -> list[_Unit]:
         """The rows as units within the limits, in order."""
-        if not share_prompts:
+        if not share_prompts and not whole_groups:
             return [_Unit((i,), costs[i]) for i in rows]
         found = []
         for members in _by_group(rows, groups):
             prompt = prompt_lengths[members[0]]
+            if whole_groups:
+                found.append(
+                    _whole(members, prompt + sum(response_lengths[i] for i in members), micro_rows, max_tokens)
+                )
+                continue
             alone = [_Unit((i,), response_lengths[i]) for i in members]
             budget = None if max_tokens is None else max_tokens - prompt
             parts = _cut(alone, micro_rows, budget)
@@ -121,7 +129,7 @@ def seat(
     def mini_batch(rows: list[int]) -> MiniBatch:
         totals = Totals(sum(loss_tokens[i] for i in rows), sum(loss_tokens[i] > 0 for i in rows))
         active = [i for i in rows if i not in skipped]
-        shares = [units(share) for share in _spread(units(active), units, ranks)]
+        shares = [units(share) for share in _spread(units(active), units, ranks, whole_groups)]
         cut = [_cut(share, micro_rows, max_tokens) for share in shares]
         passes = max(map(len, cut))
         seated = []
@@ -132,6 +140,8 @@ def seat(
             seated.append([list(_rows(micro)) for micro in micros] + [[]] * (passes - len(micros)))
         return MiniBatch(seated, totals)
 
+    if whole_groups and any(len(g) > mini_batch_rows or mini_batch_rows % len(g) for g in _by_group(range(n), groups)):
+        raise ValueError(f"mini-batches of {mini_batch_rows} rows would divide a group")
     mini_batches = []
     for epoch in range(epochs):
         chunks = _by_group(range(n), groups)
@@ -139,6 +149,15 @@ def seat(
             random.Random(f"{seed}/{epoch}").shuffle(chunks)
         mini_batches += [mini_batch(rows) for rows in _mini_batches(chunks, n, mini_batch_rows)]
     return Seats(mini_batches)
+
+
+def _whole(members: list[int], tokens: int, micro_rows: int, max_tokens: int | None) -> _Unit:
+    """A group that stays together."""
+    if len(members) > micro_rows:
+        raise ValueError(f"rows {members} belong together, but a micro-batch holds {micro_rows}")
+    if max_tokens is not None and tokens > max_tokens:
+        raise ValueError(f"rows {members} belong together and have {tokens} tokens, over the budget of {max_tokens}")
+    return _Unit(tuple(members), tokens)
 
 
 def _rows(units: Iterable[_Unit]) -> tuple[int, ...]:
@@ -178,12 +197,15 @@ def _mini_batches(chunks: list[list[int]], n: int, size: int) -> list[list[int]]
     return bins
 
 
-def _spread(units: list[_Unit], regroup: Callable[[list[int]], list[_Unit]], ranks: int) -> list[list[int]]:
-    """Rows of each rank: counts differ by at most 1, whole units where they fit, tokens balanced.
+def _spread(
+    units: list[_Unit], regroup: Callable[[list[int]], list[_Unit]], ranks: int, whole: bool
+) -> list[list[int]]:
+    """Rows of each rank: counts (of rows, or of ``whole`` units) differ by at most 1, tokens balanced.
 
     Longest unit first to the lightest rank with room; then swaps between the heaviest and the lightest rank.
     """
-    share, extra = divmod(sum(len(unit.rows) for unit in units), ranks)  # `extra` ranks hold one row more
+    size_of = (lambda _: 1) if whole else (lambda unit: len(unit.rows))
+    share, extra = divmod(sum(map(size_of, units)), ranks)  # `extra` ranks hold one more
     held: list[list[_Unit]] = [[] for _ in range(ranks)]
     load, room = [0] * ranks, [share] * ranks
     lightest = [(0, r) for r in range(ranks)]  # heap of (load, rank)
@@ -191,11 +213,11 @@ def _spread(units: list[_Unit], regroup: Callable[[list[int]], list[_Unit]], ran
     def give(rank: int, unit: _Unit) -> None:
         held[rank].append(unit)
         load[rank] += unit.tokens
-        room[rank] -= len(unit.rows)
+        room[rank] -= size_of(unit)
 
     divided: list[_Unit] = []
     for unit in sorted(units, key=lambda u: (-u.tokens, u.rows)):
-        size, passed = len(unit.rows), []
+        size, passed = size_of(unit), []
         while lightest:
             rank = heapq.heappop(lightest)[1]
             if size <= room[rank] + (extra > 0 and room[rank] >= 0):

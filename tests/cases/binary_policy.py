@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.policy import ppo_loss
+from tests.algorithms.facts import NUMBERS, loss_of
+from verl.algorithms.policy import POLICY_LOSSES
 from verl.algorithms.reduce import reduce_loss
 from verl.config.algorithm import Reduction
 from verl.seats import MiniBatch, Totals
@@ -30,8 +31,12 @@ def accumulate(
     totals: Totals,
     mode: Reduction,
     after_each: Callable[[Tensor], None] = lambda theta: None,
+    policy_loss: str = "ppo",
 ) -> tuple[float, float]:
-    """Loss and gradient at theta = 0 and ratio 1, summed over one rank's micro-batches."""
+    """Loss and gradient at theta = 0 and ratio 1, summed over one rank's micro-batches.
+
+    There every policy loss has the same gradient, -A times that of the log-probability.
+    """
     theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
     loss = 0.0
     for micro in micro_batches:
@@ -44,7 +49,11 @@ def accumulate(
         mask = torch.tensor(masks, dtype=torch.bool)
         logprobs = torch.nn.functional.logsigmoid((2 * torch.tensor(tokens, dtype=torch.float64) - 1) * theta)
         logprobs = torch.where(mask, logprobs, torch.nan)
-        losses = ppo_loss(logprobs, logprobs, torch.tensor(advantages, dtype=torch.float64), mask, 0.2, 0.2).losses
+        facts = {
+            "logprobs": logprobs, "old_logprobs": logprobs, "advantages": torch.tensor(advantages, dtype=torch.float64),
+            "mask": mask, "row": row, "n_rows": len(micro), "covariance_tokens": torch.zeros_like(mask),
+        }  # fmt: skip
+        losses = loss_of(policy_loss, NUMBERS | facts).losses
         share = reduce_loss(losses, mask, row, len(micro), mode, totals)
         share.backward()
         after_each(theta)
@@ -53,7 +62,10 @@ def accumulate(
 
 
 def on_ranks(folder: Path, rows: list[Row], mini: MiniBatch, mode: Reduction) -> list[dict]:
-    """Each rank's own process: a collective in every pass, then the gradient summed over ranks. At most 60 s."""
+    """Each rank's own process: a collective in every pass, then the gradient summed over ranks. At most 60 s.
+
+    A rank reports PPO's ``loss``, ``gradient`` and ``passes``, and in ``every`` loss and gradient by policy loss.
+    """
     (folder / "job.json").write_text(json.dumps({"rows": rows, "mini": asdict(mini), "mode": mode}))
     command = [sys.executable, "-m", "tests.cases.binary_policy", str(folder)]
     ranks = range(len(mini.ranks))
@@ -76,13 +88,17 @@ def _rank(folder: Path, rank: int) -> None:
         dist.all_reduce(torch.ones(1))
         passes.append(theta.grad.item())
 
-    result = torch.tensor(
-        accumulate(job["rows"], ranks[rank], Totals(**job["mini"]["totals"]), job["mode"], collective),
-        dtype=torch.float64,
-    )
-    dist.all_reduce(result)
-    loss, gradient = result.tolist()
-    report = {"loss": loss, "gradient": gradient, "passes": len(passes)}
+    totals = Totals(**job["mini"]["totals"])
+    every = {}
+    for name in POLICY_LOSSES:
+        passes.clear()
+        result = torch.tensor(
+            accumulate(job["rows"], ranks[rank], totals, job["mode"], collective, name), dtype=torch.float64
+        )
+        dist.all_reduce(result)
+        every[name] = result.tolist()
+    loss, gradient = every["ppo"]
+    report = {"loss": loss, "gradient": gradient, "passes": len(passes), "every": every}
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

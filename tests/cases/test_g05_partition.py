@@ -5,19 +5,25 @@ from __future__ import annotations
 import pytest
 
 from tests.cases.binary_policy import Row, accumulate
+from verl.algorithms.policy import POLICY_LOSSES
 from verl.seats import seat
 
 ROWS: list[Row] = [([1], [1], 1.0), ([1, 1, 1], [1, 1, 1], -1.0)]
 
 
-def over(rows: list[Row], mode: str, *, ranks: int = 1, micro: int = 1, mini: int | None = None) -> list:
+every_loss = pytest.mark.parametrize("loss", POLICY_LOSSES)
+
+
+def over(
+    rows: list[Row], mode: str, *, ranks: int = 1, micro: int = 1, mini: int | None = None, loss: str = "ppo"
+) -> list:
     """Loss and gradient of each mini-batch, summed over its ranks."""
     lengths = [len(tokens) for tokens, _, _ in rows]
     groups = list(range(len(rows)))
     shape = {"ranks": ranks, "mini_batch_rows": mini or len(rows), "micro_rows": micro}
     result = []
     for step in seat([1] * len(rows), lengths, groups, **shape).mini_batches:
-        shares = [accumulate(rows, micros, step.totals, mode) for micros in step.ranks]
+        shares = [accumulate(rows, micros, step.totals, mode, policy_loss=loss) for micros in step.ranks]
         result.append(tuple(map(sum, zip(*shares, strict=True))))
     return result
 
@@ -32,17 +38,28 @@ def test_sequence_mean_of_the_same_rows_is_another_number(ranks, micro):
     assert over(ROWS, "seq-mean-token-mean", ranks=ranks, micro=micro) == [pytest.approx((0.0, 0.0))]
 
 
-def test_four_equal_micro_batches_are_not_divided_again():
-    (whole,) = over(ROWS, "token-mean", micro=2)
-    (accumulated,) = over(ROWS * 4, "token-mean", micro=2)
+@every_loss
+@pytest.mark.parametrize(("mode", "gradient"), [("token-mean", 0.25), ("seq-mean-token-mean", 0.0)])
+def test_every_policy_loss(loss, mode, gradient):
+    (whole,) = over(ROWS, mode, micro=2, loss=loss)
+    assert whole[1] == pytest.approx(gradient)
+    for ranks, micro in ((1, 1), (2, 1)):
+        assert over(ROWS, mode, ranks=ranks, micro=micro, loss=loss) == [pytest.approx(whole)]
+
+
+@every_loss
+def test_four_equal_micro_batches_are_not_divided_again(loss):
+    (whole,) = over(ROWS, "token-mean", micro=2, loss=loss)
+    (accumulated,) = over(ROWS * 4, "token-mean", micro=2, loss=loss)
     assert accumulated == pytest.approx(whole)
 
 
+@every_loss
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_denominators_are_those_of_the_optimizer_step(mode):
+def test_denominators_are_those_of_the_optimizer_step(mode, loss):
     rows = [([1], [1], 2.0), ([1, 1], [1, 1], 1.0)]
-    (intended,) = over(rows, mode, micro=2)
+    (intended,) = over(rows, mode, micro=2, loss=loss)
     # A lap of 4 micro-batches with 2 of them per optimizer step: twice the intended gradient, not twice a half of it.
-    assert over(rows * 4, mode, micro=2, mini=4) == [pytest.approx(intended)] * 2
+    assert over(rows * 4, mode, micro=2, mini=4, loss=loss) == [pytest.approx(intended)] * 2
     # An optimizer step over 4 generation batches of 8 micro-batches each: once the intended gradient, not 4 times.
-    assert over(rows * 32, mode, micro=2) == [pytest.approx(intended)]
+    assert over(rows * 32, mode, micro=2, loss=loss) == [pytest.approx(intended)]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.algorithms.facts import NUMBERS, loss_of
 from tests.tiny import f_llama
+from verl.algorithms.advantages import distill, subtract_kl
 from verl.algorithms.kl import kl_estimate
+from verl.algorithms.policy import POLICY_LOSSES
 
 ONE = torch.ones(1, dtype=torch.bool)
 ESTIMATORS = ["k1", "k2", "k3", "k3+"]
@@ -20,6 +23,28 @@ def test_extreme_log_ratio(policy, reference, estimator, dtype):
     kl = kl_estimate(logprob, torch.tensor([reference], dtype=dtype), ONE, estimator)
     kl.sum().backward()
     assert kl.isfinite().all() and logprob.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(("policy", "old"), [(-120.0, -1.0), (-1.0, -120.0)])
+def test_extreme_log_ratio_of_policy_losses(policy, old, advantage, dtype, loss):
+    logprob = torch.tensor([policy], dtype=dtype, requires_grad=True)
+    facts = {
+        "logprobs": logprob, "old_logprobs": torch.tensor([old], dtype=dtype), "advantages": torch.tensor([advantage]),
+        "mask": ONE, "row": torch.zeros(1, dtype=torch.int64), "n_rows": 1, "covariance_tokens": ONE,
+    }  # fmt: skip
+    got = loss_of(loss, NUMBERS | facts)
+    got.losses.sum().backward()
+    assert all(x.isfinite().all() for x in got) and logprob.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("policy", "other"), [(-120.0, -1.0), (-1.0, -120.0)])
+def test_log_ratios_in_rewards_and_advantages_are_finite_and_signed(policy, other):
+    logprob, reference = torch.tensor([policy]), torch.tensor([other])
+    assert distill(logprob, reference, ONE).advantages.item() == other - policy
+    assert subtract_kl(torch.zeros(1), logprob, reference, ONE, 0.1).item() == pytest.approx(0.1 * (other - policy))
 
 
 def test_normal_point():

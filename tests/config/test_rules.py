@@ -38,6 +38,11 @@ GRPO = {"name": "grpo"}
             ["critic_model_config.model_name_or_path is x", "leave out"],
         ),
         ({"critic_model_config": {"shares": "actor", "use_lora": True}}, ["critic_model_config.use_lora"]),
+        (
+            {"actor_model_config": {"model_name_or_path": "m", "load_in_4bit": True}},
+            ["actor_model_config.use_lora is false", "use_lora true or actor_model_config.load_in_4bit false"],
+        ),
+        ({"critic_model_config": {"load_in_4bit": True}}, ["critic_model_config.load_in_4bit is true"]),
         ({"reward_model_config": {}}, ["reward_model_config.model_name_or_path is missing"]),
         ({"reward_weights": [1.0, 0.5]}, ["2 weights for 1 rewards", "[1.0] or [0.5]"]),
         (
@@ -55,6 +60,11 @@ def test_broken(values, words):
         assert word in text
 
 
+def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    load(actor_model_config={"model_name_or_path": str(tmp_path), "load_in_4bit": True})
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -63,6 +73,7 @@ def test_broken(values, words):
         {"kl_target": 6.0, "init_kl_coef": 0.1, "algorithm": GRPO},
         {"actor_model_config": {"model_name_or_path": "m", "dtype": "fp32"}, "critic_model_config": {"dtype": "fp32"}},
         {"critic_model_config": {"shares": "actor"}},
+        {"actor_model_config": {"model_name_or_path": "m", "load_in_4bit": True, "use_lora": True}},
         {"critic_model_config": None, "algorithm": GRPO},
         {"reward_fn": ["a:b", "c:d"], "reward_weights": [1.0, 0.5]},
         {"max_tokens_per_micro_batch": 1024},

@@ -52,6 +52,8 @@ def test_every_key_is_described_and_its_examples_are_accepted(path, field):
     assert schema.rule(field)
     for setting in schema.valid_settings(field):
         values: dict = {path[-1]: setting}
+        if path[-1] == "load_in_4bit":
+            values["use_lora"] = True  # what is trained over a 4-bit base
         for section in reversed(path[:-1]):
             values = {section: values}
         load_config(None, partial=True, **values) if path[0] not in LINKED else RunConfig.model_validate(values)

@@ -6,8 +6,9 @@ import pytest
 
 from verl import Actor, Critic, Data, DataFlow, Reference, RewardModel, Rollout
 from verl.config.load import load_config
+from verl.config.recipes import RECIPES
 from verl.dataflow.nodes import FlowError
-from verl.trainer.flows import FLOWS, needs
+from verl.trainer.flows import flow_of, needs
 
 
 def config(**keys):
@@ -45,15 +46,43 @@ def test_the_connected_form_of_the_documentation_is_ppo():
     assert "actor.advantages -->|returns| critic.update" in flow.to_mermaid()
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "gspo", "dapo", "reinforce_plus_plus"])
 def test_built_in_flows_run_only_the_passes_that_somebody_reads(name):
     cfg = config(algorithm={"name": name}, init_kl_coef=0)
-    found = ops(FLOWS[name](cfg).compile(needs(cfg)))
+    found = ops(flow_of(cfg).compile(needs(cfg)))
     assert ("critic.values" in found) == (name == "ppo")
     assert "actor.logprobs" not in found and "reference.logprobs" not in found  # one step per lap: the ratio is 1
     several = config(algorithm={"name": name, "update_epochs": 2}, init_kl_coef=0.1)
-    found = ops(FLOWS[name](several).compile(needs(several)))
+    found = ops(flow_of(several).compile(needs(several)))
     assert "actor.logprobs" in found and "reference.logprobs" in found
+
+
+OWN_OPS = {
+    "remax": {"reward.baseline"},
+    "prime": {"process_reward.update", "process_reward.rewards"},
+    "distill": {"teacher.logprobs", "actor.distill", "actor.logprobs"},
+    "online_dpo": {"reference.logprobs", "actor.prefer", "actor.fit"},
+    "clip_cov": {"actor.logprobs"},
+    "dpo": {"reference.logprobs", "actor.fit"},
+    "kto": {"reference.logprobs", "actor.fit"},
+    "orpo": {"actor.fit"},
+    "sft": {"actor.fit"},
+    "reward_model": {"actor.fit"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_s_flow_holds_what_the_recipe_needs(name):
+    teacher = {"teacher_model_config": {"model_name_or_path": "t"}} if name == "distill" else {}
+    base = {"actor_model_config": {"model_name_or_path": "m"}, "dataset": "d.jsonl"}
+    make = config if RECIPES[name].samples else lambda **keys: load_config(None, **(base | keys))
+    cfg = make(algorithm={"name": name}, **teacher)
+    found = set(ops(flow_of(cfg).compile(needs(cfg))))
+    assert OWN_OPS.get(name, set()) <= found
+    assert ("rollout.generate" in found) == RECIPES[name].samples
+    assert ("critic.values" in found) == (name == "ppo")
+    if not RECIPES[name].samples:
+        assert found <= {"reference.logprobs", "actor.fit"}
 
 
 def nodes():
@@ -67,7 +96,7 @@ def test_a_column_without_a_writer_names_who_would_write_it():
     with pytest.raises(FlowError, match=r"actor\.advantages reads 'scores', which no op writes; reward\.score"):
         flow.compile()
     with pytest.raises(FlowError, match=r"needs column 'values', which critic\.values writes"):
-        FLOWS["grpo"](config(algorithm={"name": "grpo"})).compile(needs=["values"])
+        flow_of(config(algorithm={"name": "grpo"})).compile(needs=["values"])
 
 
 def test_a_reader_before_its_writer_is_told_where_to_move_it():

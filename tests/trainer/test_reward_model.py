@@ -40,11 +40,11 @@ def test_ppo_trains_on_scores_of_question_answer_pairs(cfg, caplog):
     with Run(cfg, console=False) as run:
         run.prepare()
         assert run.tokenizer.pad_token is None and run.tokenizer.chat_template is None
-        before = [p.detach().clone() for p in run.controller.workers.policy.parameters()]
+        before = [p.detach().clone() for p in run.controller.workers.trained.parameters()]
         frozen = [p.detach().clone() for p in run.controller.workers.rewards._model.model.parameters()]
         result = run.step()
         run.step()
-        after = list(run.controller.workers.policy.parameters())
+        after = list(run.controller.workers.trained.parameters())
         still = list(run.controller.workers.rewards._model.model.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))

@@ -114,7 +114,7 @@ def test_flat_groups_are_skipped_exactly(config, tmp_path, monkeypatch):
     keys = {"reward_fn": lambda response_ids, prompt: float(response_ids[0] < 16 and prompt in ("xa", "ab", "bc"))}
     skipped = run(config(**keys, run_dir=str(tmp_path / "a")))
     assert any(line["policy/rows_trained"] < 16 for line in skipped[2])
-    from verl.workers.train import ActorWorker
+    from verl.workers.actor import ActorWorker
 
     monkeypatch.setattr(ActorWorker, "trained_rows", lambda self, batch: [True] * len(batch))
     computed = run(config(**keys, run_dir=str(tmp_path / "b")))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from verl.config.run import RunConfig
 
+DEFAULT_ROWS = 64  # of a lap where nothing is sampled
 DEFAULT_GROUP = 8  # responses per prompt where the baseline is the group's
 MOST_DEFAULT_MICRO = 16  # rows of one forward where memory wasn't thought about
 
@@ -19,7 +21,9 @@ MOST_DEFAULT_MICRO = 16  # rows of one forward where memory wasn't thought about
 class BatchWords:
     """The sizes as given; None: not given. Field names are the configuration's keys.
 
-    ``least_group``: 2 where the algorithm's baseline is a mean over the group.
+    ``least_group``: 2 where the algorithm's baseline is a mean over the group. Where nothing is sampled, ``unit`` is
+    the rows that stay together (2 for a preference pair), ``least_train`` the rows that a lap must have, and
+    ``rollout_batch_size`` plays no part.
     """
 
     group_size: int
@@ -29,6 +33,9 @@ class BatchWords:
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     least_group: int = 1
+    unit: int | None = None
+    least_train: int = 1
+    whole_groups: bool = False  # a group's rows are one optimizer step's
 
     @property
     def train(self) -> int:
@@ -50,10 +57,15 @@ class BatchWords:
             return self.micro_batch_size
         if self.gradient_accumulation_steps:
             return self.mini // self.gradient_accumulation_steps
-        return max(d for d in _divisors(self.mini) if d <= MOST_DEFAULT_MICRO)
+        fit = [d for d in _divisors(self.mini) if d <= MOST_DEFAULT_MICRO and d % (self.unit or 1) == 0]
+        return max(fit, default=self.mini)
 
 
-KEYS = tuple(field.name for field in fields(BatchWords) if field.name != "least_group")
+KEYS = tuple(
+    field.name
+    for field in fields(BatchWords)
+    if field.name not in ("least_group", "unit", "least_train", "whole_groups")
+)
 
 
 @dataclass(frozen=True)
@@ -69,14 +81,20 @@ class Fault:
 def words_of(cfg: RunConfig) -> BatchWords:
     """The configuration's sizes, with the algorithm's default group size."""
     algorithm = cfg.algorithm
+    unit, least_train = None, 1
+    if not algorithm.recipe.samples:
+        unit, least_train = (2 if algorithm.recipe.data == "pairs" else 1), (2 if algorithm.name == "kto" else 1)
     return BatchWords(
-        cfg.group_size or (DEFAULT_GROUP if algorithm.needs_groups else 1),
-        cfg.rollout_batch_size,
-        cfg.train_batch_size,
+        unit or cfg.group_size or (DEFAULT_GROUP if algorithm.needs_groups else 1),
+        (cfg.train_batch_size or DEFAULT_ROWS) if unit else cfg.rollout_batch_size,
+        cfg.train_batch_size or (DEFAULT_ROWS if unit else None),
         cfg.mini_batch_size,
         cfg.micro_batch_size,
         cfg.gradient_accumulation_steps,
         least_group=2 if algorithm.needs_groups and not algorithm.allow_singletons else 1,
+        unit=unit,
+        least_train=least_train,
+        whole_groups=algorithm.recipe.samples and algorithm.recipe.advantage is None,  # a pair of each group
     )
 
 
@@ -103,12 +121,25 @@ def faults(words: BatchWords) -> list[Fault]:
     def broken(key: str, text: str, *others: str, remedies: tuple[str, ...] = ()) -> None:
         found.append(Fault(key, f"{key} is {getattr(words, key)}: {text}", (key, *others), remedies or (key,)))
 
-    if group < words.least_group:
-        broken("group_size", f"a baseline over the responses of one prompt needs at least {words.least_group}")
-    if rollout % group:
-        broken("rollout_batch_size", f"must be a multiple of group_size {group}", "group_size")
-    if train % rollout:
-        broken("train_batch_size", f"must be a multiple of rollout_batch_size {rollout}", "rollout_batch_size")
+    if words.unit:
+        if train < words.least_train:
+            broken("train_batch_size", f"KTO's baseline pairs each prompt with another row's answer, so it needs at "
+                   f"least {words.least_train} rows")  # fmt: skip
+        for key in ("train_batch_size", "mini_batch_size", "micro_batch_size"):
+            if (getattr(words, key) or 0) % words.unit:
+                broken(key, "must be even: it counts rows, a preference pair is two, and pairs are never split")
+    else:
+        if group < words.least_group:
+            broken("group_size", f"a baseline over the responses of one prompt needs at least {words.least_group}")
+        if rollout % group:
+            broken("rollout_batch_size", f"must be a multiple of group_size {group}", "group_size")
+        if train % rollout:
+            broken("train_batch_size", f"must be a multiple of rollout_batch_size {rollout}", "rollout_batch_size")
+        if words.whole_groups and words.mini % group and not rollout % group:
+            key = "mini_batch_size" if mini else "gradient_accumulation_steps"
+            broken(key, f"an optimizer step of {words.mini} rows would divide groups of {group}", "group_size")
+        if words.whole_groups and words.micro < 2:
+            broken("micro_batch_size", "a pair of rows is computed together, so it must be at least 2")
 
     if mini and train % mini:
         broken("mini_batch_size", f"must divide {lap[0]} {train}", *lap)
@@ -155,7 +186,8 @@ def _nearest(words: BatchWords, key: str, rule: str | None) -> list[int]:
     now: int = getattr(words, key) or MOST_DEFAULT_MICRO
     good: list[int] = []
     for value in sorted(_candidates(words, now), key=lambda v: (abs(v - now), v)):
-        left = faults(replace(words, **{key: value}))
+        changed: dict[str, Any] = {key: value}
+        left = faults(replace(words, **changed))
         if not any(rule in (None, fault.key) for fault in left):
             good.append(value)
         if len(good) == 2:

@@ -36,6 +36,9 @@ class EvalConfig(Section):
     """Greedy answers on held-out prompts, one per prompt, scored by the run's own rewards."""
 
     dataset: DataSource = Field(None, description="as the training data set")
+    columns: dict[str, str] | None = Field(
+        None, examples=[{"prompt": "question"}, {}], description="as the training data's; default: the same"
+    )
     every_steps: int = Field(0, ge=0, description="laps between evaluations; 0: before the first and after the last")
     limit: int | None = Field(None, ge=1, description="only the first prompts of the set")
 

@@ -17,7 +17,7 @@ from verl.config import batch_words, schema
 from verl.config.errors import ConfigError
 from verl.config.model import CriticConfig
 from verl.config.notes import memory_advice, notes
-from verl.config.rules import check_context, default_kl_coef, number_of_rewards, violations
+from verl.config.rules import SAMPLING_KEYS, check_context, default_kl_coef, number_of_rewards, violations
 from verl.config.run import RunConfig
 from verl.config.section import Section
 
@@ -50,11 +50,14 @@ def dump(cfg: RunConfig) -> str:
     """YAML of every key, which ``load_config`` reads back to an equal configuration.
 
     Importable functions become ``module:function``, other Python objects ``<name>``, which must be passed again from
-    Python. ``gradient_accumulation_steps`` is left out (``mini_batch_size`` says it), so one override changes the
-    micro-batch of a finished file.
+    Python. Keys about sampling are left out where nothing is sampled, and ``gradient_accumulation_steps`` always
+    (``mini_batch_size`` says it), so one override changes the micro-batch of a finished file.
     """
     plain = _plain(cfg)
     del plain["gradient_accumulation_steps"]
+    if not cfg.algorithm.recipe.samples:
+        for key in SAMPLING_KEYS:
+            del plain[key]
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
@@ -70,8 +73,9 @@ def _read(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         file = OmegaConf.load(path) if path is not None else OmegaConf.create()
         if not OmegaConf.is_dict(file):
             raise ConfigError(f"{path}: must hold keys and values, such as `seed: 1`")
-        merged = OmegaConf.merge(file, OmegaConf.from_dotlist(list(overrides)))
-        keys: Any = OmegaConf.to_container(merged, resolve=True)
+        over: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        merged = _merged(OmegaConf.to_container(file), over)  # its own merge refuses a list in a mapping's place
+        keys: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
@@ -178,6 +182,7 @@ def _shown(value: Any) -> str:
 def _resolved(cfg: RunConfig) -> RunConfig:
     """Everything derived filled in, as if the file had said it."""
     filled: dict[str, Any] = {**batch_words.derived(cfg), "init_kl_coef": default_kl_coef(cfg)}
+    filled["algorithm"] = cfg.algorithm.filled
     if cfg.total_steps is None and cfg.total_epochs is None:
         filled["total_epochs"] = 1.0
     if cfg.reward_weights is None and number_of_rewards(cfg):

@@ -56,7 +56,7 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="run the model's own code from the hub")
     use_lora: bool = Field(False, description="train low-rank adapters, the base stays frozen")
-    load_in_4bit: Literal[False] = Field(False, description="4-bit base under the adapters (QLoRA)")
+    load_in_4bit: bool = Field(False, description="4-bit base under the adapters (QLoRA)")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / r; default: 2 * lora_r")
     lora_target_modules: str | list[str] = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from verl.config.algorithm import READ_ONLY_BY
+from verl.config.algorithm import read_only_by
 from verl.config.run import RunConfig
 
 MOST_WORKERS_PER_CORE = 1.5
@@ -38,12 +38,16 @@ def memory_advice(cfg: RunConfig) -> str:
 def _batch(cfg: RunConfig) -> list[str]:
     train, rollout, group, mini = cfg.train_batch_size, cfg.rollout_batch_size, cfg.group_size, cfg.mini_batch_size
     steps, epochs = train // mini, cfg.algorithm.update_epochs
-    sampled = f"{_count(rollout // group, 'prompt')} x {_count(group, 'response')}"
+    if cfg.algorithm.recipe.samples:
+        sampled = f"{_count(rollout // group, 'prompt')} x {_count(group, 'response')}"
+        lap = f"{_count(train // rollout, 'rollout')} of {rollout} rows ({sampled})"
+    else:
+        lap = _count(train // group, "pair") if group == 2 else "rows of the data set"
     forwards = f"{_count(cfg.gradient_accumulation_steps, 'micro-batch')} of {cfg.micro_batch_size} rows"
     passes = f" ({steps} x {epochs} passes)" if epochs > 1 else ""
     taken = f"{_count(steps * epochs, 'step')} per lap{passes}"
     return [
-        f"a lap: {train} rows = {_count(train // rollout, 'rollout')} of {rollout} rows ({sampled})",
+        f"a lap: {train} rows = {lap}",
         f"an optimizer step: {mini} rows over all devices = {forwards}; {taken}",
     ]
 
@@ -68,12 +72,19 @@ def _warnings(cfg: RunConfig) -> list[str]:
             f"num_rollout_workers is {cfg.num_rollout_workers}, more than {MOST_WORKERS_PER_CORE} x the {cores} cores: "
             "they will wait for each other"
         )
-    for key, readers in READ_ONLY_BY.items():
+    plain = type(algorithm)(name=algorithm.name).filled
+    for key, readers in read_only_by().items():
         value = getattr(algorithm, key)
-        if algorithm.name not in readers and value != type(algorithm).model_fields[key].default:
-            found.append(
-                f"algorithm.{key} is {value}, but {algorithm.name} doesn't read it ({', '.join(readers)} does)"
-            )
+        if algorithm.name not in readers and value != getattr(plain, key):
+            some = ", ".join(readers[:5]) + (", ..." if len(readers) > 5 else "")
+            found.append(f"algorithm.{key} is {value}, but {algorithm.name} doesn't read it ({some} does)")
+    others = (
+        ("teacher_model_config", "teacher", "distill"),
+        ("process_reward_model_config", "process_reward", "prime"),
+    )
+    for key, need, reader in others:
+        if getattr(cfg, key) is not None and need not in algorithm.recipe.needs:
+            found.append(f"{key} is given, but {algorithm.name} doesn't read it ({reader} does)")
     roles = {"actor_model_config": cfg.actor_model_config, "critic_model_config": cfg.critic_model_config}
     for role, model in roles.items():
         if model is None:

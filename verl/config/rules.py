@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.config import batch_words
 from verl.config.errors import ConfigError
+from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
 
 
@@ -28,6 +29,7 @@ def violations(cfg: RunConfig, *, partial: bool) -> Iterator[Violation]:
     yield from _batch(cfg)
     yield from _lengths(cfg)
     yield from _algorithm(cfg)
+    yield from _offline(cfg)
     yield from _models(cfg)
     yield from _rewards(cfg)
     if cfg.total_steps is not None and cfg.total_epochs is not None:
@@ -54,7 +56,11 @@ def _required(cfg: RunConfig) -> Iterator[Violation]:
         yield _missing("actor_model_config.model_name_or_path", "the model to train", "gpt2", "models/mine")
     if cfg.dataset is None:
         yield _missing("dataset", "the prompts", "data/prompts.jsonl", "{name: arithmetic}")
-    if number_of_rewards(cfg) == 0:
+    if "teacher" in cfg.algorithm.recipe.needs and (
+        cfg.teacher_model_config is None or cfg.teacher_model_config.model_name_or_path is None
+    ):
+        yield _missing("teacher_model_config.model_name_or_path", "the model to learn from", "some/model", "models/big")
+    if "reward" in cfg.algorithm.recipe.needs and number_of_rewards(cfg) == 0:
         keys = ("reward_fn", "reward_model_config", "reward_weights")
         text = "there is no reward: set reward_fn my_rewards:score or reward_model_config.model_name_or_path some/model"
         yield Violation(keys, text)
@@ -119,6 +125,31 @@ def _positions(model: Any) -> int | None:
 
 def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
     algorithm = cfg.algorithm
+    if algorithm.name == "pass_k" and cfg.group_size is not None and cfg.group_size < algorithm.pass_k:
+        yield Violation(
+            ("algorithm.pass_k", "group_size"),
+            f"algorithm.pass_k is {algorithm.pass_k} and group_size is {cfg.group_size}: a group needs k rows; "
+            f"group_size {algorithm.pass_k} or algorithm.pass_k {cfg.group_size} would fit",
+        )
+    filled = algorithm.filled
+    if filled.old_logprobs == "sampler" and filled.correction not in ("none", "reject"):
+        yield Violation(
+            ("algorithm.correction", "algorithm.old_logprobs"),
+            f"algorithm.correction is {filled.correction} with algorithm.old_logprobs sampler: the ratio starts at the "
+            "sampler already, so its weight would count twice; algorithm.correction none or reject would fit",
+        )
+    if algorithm.name in ("pass_k", "gdpo") and filled.kl_in == "reward":
+        yield Violation(
+            ("algorithm.kl_in", "algorithm.name"),
+            f"algorithm.kl_in is reward, but {algorithm.name} reads the rewards one by one, without a KL penalty in "
+            "them; algorithm.kl_in loss or null would fit",
+        )
+    if filled.dynamic_sampling and not algorithm.needs_groups:
+        yield Violation(
+            ("algorithm.dynamic_sampling", "algorithm.name"),
+            f"algorithm.dynamic_sampling is true, but {algorithm.name} compares no rows of a group; "
+            "algorithm.dynamic_sampling false or algorithm.name dapo would fit",
+        )
     low, high, both = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio
     clip_keys = ("algorithm.clip_ratio", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     fit = "algorithm.clip_ratio 0.2, or algorithm.clip_ratio_low 0.2 with algorithm.clip_ratio_high 0.28, would fit"
@@ -141,13 +172,52 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
 def default_kl_coef(cfg: RunConfig) -> float:
     """``init_kl_coef``, or the algorithm's default where it isn't given."""
     given: float | None = cfg.init_kl_coef
-    return given if given is not None else 0.1 if cfg.algorithm.name == "ppo" else 0.0
+    return given if given is not None else cfg.algorithm.recipe.defaults.get("init_kl_coef", 0.0)
+
+
+# Keys about sampling, rewards and the KL penalty, which mean nothing where rows are trained on as they are.
+SAMPLING_KEYS = (
+    "rollout_batch_size", "group_size", "num_rollout_workers", "rollout", "reward_fn", "reward_weights",
+    "reward_model_config", "reward_timeout", "reward_failure", "reward_default", "init_kl_coef", "kl_target",
+    "kl_horizon", "kl_sample_rows",
+)  # fmt: skip
+
+
+def _offline(cfg: RunConfig) -> Iterator[Violation]:
+    """Algorithms that sample nothing refuse the keys of those that do."""
+    algorithm = cfg.algorithm
+    if algorithm.recipe.samples:
+        return
+    given = tuple(key for key in SAMPLING_KEYS if key in cfg.model_fields_set)
+    if given:
+        yield Violation(
+            (*given, "algorithm.name"),
+            f"{', '.join(given)}: {algorithm.name} trains on the data set's own rows, nothing is sampled or scored; "
+            f"leave out {'it' if len(given) == 1 else 'them'}, or choose an algorithm that samples, such as grpo or "
+            "online_dpo",
+        )
+
+
+def _holds_adapter(model: ModelConfig) -> bool:
+    """Whether training goes on with an adapter: of a folder, or of a loaded module."""
+    source = model.model_name_or_path
+    if isinstance(source, str):
+        return (Path(source) / "adapter_config.json").is_file()
+    return hasattr(source, "peft_config")
 
 
 def _models(cfg: RunConfig) -> Iterator[Violation]:
     critic, actor, algorithm = cfg.critic_model_config, cfg.actor_model_config, cfg.algorithm
     if cfg.reward_model_config is not None and cfg.reward_model_config.model_name_or_path is None:
         yield _missing("reward_model_config.model_name_or_path", "the model that scores", "some/model", "models/reward")
+    for key in ("actor_model_config", "critic_model_config", "process_reward_model_config"):
+        model = getattr(cfg, key)
+        if model is not None and model.load_in_4bit and not (model.use_lora or _holds_adapter(model)):
+            yield Violation(
+                (f"{key}.load_in_4bit", f"{key}.use_lora"),
+                f"{key}.load_in_4bit is true and {key}.use_lora is false: 4-bit weights stay as they are, what is "
+                f"trained are adapters over them; {key}.use_lora true or {key}.load_in_4bit false would fit",
+            )
     if critic is None:
         return
     if not algorithm.needs_critic:

@@ -24,6 +24,10 @@ class RunConfig(Section):
         None, description="the value model; default for ppo: a copy of the actor's backbone; others have none"
     )
     reward_model_config: RewardModelConfig | None = Field(None, description="a model that scores; null: none")
+    teacher_model_config: ModelConfig | None = Field(None, description="distill: the frozen model to learn from")
+    process_reward_model_config: ModelConfig | None = Field(
+        None, description="prime: the model whose log-ratio is the token reward; default: a copy of the actor's start"
+    )
     reward_fn: RewardSources = Field(
         default_factory=list,
         description="`module:function`, a rule's name, a list of these, or (from Python) functions",
@@ -44,6 +48,9 @@ class RunConfig(Section):
         default_factory=dict, examples=[{"prompt": "question"}, {"answer": "solution"}],
         description="our column names to the data's, such as {prompt: question}",
     )  # fmt: skip
+    bad_rows: Literal["error", "drop"] = Field(
+        "error", description="rows of the data that can't be read: stop and name them, or leave them out; counted"
+    )
     dataset_cache_dir: PathText | None = Field(
         None, examples=["cache", "/data/cache"], description="where downloaded data lies; default: the library's"
     )
@@ -52,7 +59,9 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the algorithm and its numbers")
 
     # batch words: rows, see docs/batch-words.md
-    rollout_batch_size: int = Field(64, ge=1, description="rows sampled per rollout, a multiple of group_size")
+    rollout_batch_size: int = Field(
+        64, ge=1, description="rows sampled per rollout, a multiple of group_size; only where answers are sampled"
+    )
     train_batch_size: int = Field(
         DERIVED, ge=1, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
     )
@@ -68,7 +77,9 @@ class RunConfig(Section):
         DERIVED, ge=1, description="micro-batches of one optimizer step over all devices; default: mini / micro"
     )
     max_tokens_per_micro_batch: int | None = Field(None, ge=1, description="token limit of one forward; null: none")
-    group_size: int = Field(DERIVED, ge=1, description="responses per prompt; default: 1 for ppo, 8 for grpo and rloo")
+    group_size: int = Field(
+        DERIVED, ge=1, description="responses per prompt; default: 8 where the baseline is the group's, else 1"
+    )
     num_rollout_workers: int = Field(1, ge=1, description="concurrent feeders of the generation engine")
 
     # lengths, in tokens of the policy

@@ -202,6 +202,7 @@ class DataFlow:
             for node in flow.nodes
             for op in node.ops.values()
             if op.writes
+            and not op.chosen
             and op not in scores
             and op is not actor.ops["advantages"]
             and not isinstance(node, Data | Rollout)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from verl.config.errors import RequestError
 
+EXAMPLE_FACTS = ("preferred", "label", "margin")  # what a data set says of its rows; each where it has it
 ROWS = ("prompt_ids", "response_ids", "group")  # what a model needs to compute on rows; a group shares its prompt
 
 
@@ -28,6 +29,7 @@ class Op:
     reads: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    chosen: bool = False  # an algorithm's own; a flow drawn by edges alone doesn't imply it
 
     @property
     def label(self) -> str:
@@ -89,6 +91,13 @@ class Data(Node):
         yield Op(self, "next", writes=("prompt_ids", "group"))
 
 
+class Examples(Data):
+    """Rows of a data set that are trained on as they are: pairs, labelled answers, chats."""
+
+    def _ops(self) -> Iterator[Op]:
+        yield Op(self, "next", writes=("prompt_ids", "group", "response_ids", "response_mask", *EXAMPLE_FACTS))
+
+
 class Rollout(Node):
     """Samples responses with the weights of ``weights``."""
 
@@ -111,7 +120,7 @@ class Actor(Node):
 
     def _ops(self) -> Iterator[Op]:
         yield Op(self, "logprobs", reads=ROWS, writes=("old_logprobs",))
-        shaped_by = ("values", "old_logprobs", "ref_logprobs")
+        shaped_by = ("values", "old_logprobs", "ref_logprobs", "greedy_scores", "token_rewards")
         yield Op(
             self, "advantages", reads=("scores", "response_mask", "group"), uses=shaped_by,
             writes=("advantages", "returns"),
@@ -119,6 +128,14 @@ class Actor(Node):
         yield Op(
             self, "update", reads=(*ROWS, "response_mask", "advantages", "sampled_logprobs"),
             uses=("old_logprobs", "ref_logprobs"),
+        )  # fmt: skip
+        yield Op(
+            self, "distill", reads=("response_mask", "old_logprobs", "teacher_logprobs"),
+            writes=("advantages", "returns"), chosen=True,
+        )  # fmt: skip
+        yield Op(self, "prefer", reads=("scores", "group"), writes=("preferred",), chosen=True)  # a group's best, worst
+        yield Op(
+            self, "fit", reads=(*ROWS, "response_mask"), uses=("ref_logprobs", *EXAMPLE_FACTS), chosen=True
         )  # fmt: skip
 
 
@@ -131,6 +148,27 @@ class Reference(Node):
     def _ops(self) -> Iterator[Op]:
         yield Op(self, "logprobs", reads=ROWS, writes=("ref_logprobs",))
         yield Op(self, "drift", reads=(*ROWS, "response_mask", "sampled_logprobs"))  # KL of a few rows, as a metric
+
+
+class Teacher(Node):
+    """A frozen model to learn from; it judges the student's own tokens."""
+
+    kind = "teacher"
+    ports: ClassVar[dict[str, str]] = {"input": "logprobs", "output": "logprobs"}
+
+    def _ops(self) -> Iterator[Op]:
+        yield Op(self, "logprobs", reads=ROWS, writes=("teacher_logprobs",))
+
+
+class ProcessReward(Node):
+    """A model whose log-ratio to the starting policy is each token's reward; it learns from the rows' outcomes."""
+
+    kind = "process_reward"
+    ports: ClassVar[dict[str, str]] = {"input": "rewards", "output": "rewards"}
+
+    def _ops(self) -> Iterator[Op]:
+        yield Op(self, "rewards", reads=(*ROWS, "response_mask"), writes=("token_rewards",))
+        yield Op(self, "update", reads=(*ROWS, "response_mask", "scores"))
 
 
 class Critic(Node):
@@ -152,3 +190,6 @@ class RewardModel(Node):
 
     def _ops(self) -> Iterator[Op]:
         yield Op(self, "score", reads=("prompt_ids", "response_ids", "finish_reason"), writes=("scores",))
+        yield Op(
+            self, "baseline", reads=("prompt_ids",), writes=("greedy_scores",), chosen=True
+        )  # of one greedy answer per prompt

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,18 +15,24 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.errors import RequestError
 from verl.config.load import check_context
 from verl.config.model import CriticConfig, ModelConfig
+from verl.config.rules import number_of_rewards
 from verl.config.run import RunConfig
+from verl.data import chat
 from verl.dataflow.graph import Plan
-from verl.dataflow.nodes import Critic, Reference
+from verl.dataflow.nodes import Critic, ProcessReward, Reference, Teacher
 from verl.engines.fsdp import FsdpEngine
-from verl.models.factory import eos_ids, load_model, resolve_dtype
+from verl.models.factory import eos_ids, load_model, load_scorer, load_tokenizer, resolve_dtype
 from verl.models.policy import Policy
+from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 from verl.rewards.base import build_rewards
 from verl.rollout.native import NativeEngine
 from verl.runtime.controller import Workers
+from verl.workers.actor import ActorWorker
+from verl.workers.critic import CriticWorker, ProcessRewardWorker
+from verl.workers.frozen import ReferenceWorker, TeacherWorker
+from verl.workers.offline import offline_worker
 from verl.workers.rollout import RolloutWorker
-from verl.workers.train import ActorWorker, CriticWorker, ReferenceWorker
 
 log = logging.getLogger(__name__)
 
@@ -59,34 +66,84 @@ def launch(
     cfg: RunConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, optimizer_steps: int | None, device: torch.device
 ) -> Workers:
     """Load models and build the workers. ``optimizer_steps``: of the whole run, for learning-rate schedules."""
-    actor_cfg = cfg.actor_model_config
+    recipe, actor_cfg = cfg.algorithm.recipe, cfg.actor_model_config
     critic_cfg = _critic_config(cfg, actor_cfg) if plan.node(Critic) is not None else None
+    judge_cfg = _own_copy(cfg.process_reward_model_config, actor_cfg) if plan.node(ProcessReward) is not None else None
+    dtype = resolve_dtype(actor_cfg.dtype, device)
+    trained: Policy | Scorer
     with _seeded(cfg.seed):
-        policy = Policy(load_model(actor_cfg, device, resolve_dtype(actor_cfg.dtype, device)))
-    if limit := getattr(policy.config.get_text_config(), "max_position_embeddings", None):
+        if recipe.trains == "scorer":
+            trained = Scorer(load_scorer(actor_cfg, device, dtype, cfg.seed))
+        else:
+            trained = Policy(load_model(actor_cfg, device, dtype))
+    if limit := getattr(trained.config.get_text_config(), "max_position_embeddings", None):
         check_context(cfg, limit)
 
-    def engine(module: Policy | Value | SharedValue, config: ModelConfig) -> FsdpEngine:
+    def engine(module: Policy | Value | SharedValue | Scorer, config: ModelConfig) -> FsdpEngine:
         return FsdpEngine(module, config.optimizer, optimizer_steps, cfg.gradient_checkpointing)
 
-    actor = engine(policy, actor_cfg)
-    reference = None
+    actor = engine(trained, actor_cfg)
+    learns_from_pairs = recipe.advantage is None
+    workers = Workers(
+        trained, offline_worker(actor, cfg) if learns_from_pairs else ActorWorker(actor, cfg), device,
+        ThreadPoolExecutor(1, "compute"),
+    )  # fmt: skip
     if plan.node(Reference) is not None:
-        if actor_cfg.use_lora:  # training starts from the base, so the base is the starting policy
-            reference = ReferenceWorker(actor, cfg, adapters_of=policy)
+        assert isinstance(trained, Policy)
+        if trained.has_adapters:
+            trained.keep_reference()
+            workers.reference = ReferenceWorker(actor, cfg, adapters_of=trained)
         else:
-            frozen = copy.deepcopy(policy).requires_grad_(False)
-            reference = ReferenceWorker(engine(frozen, actor_cfg), cfg)
-    critic = None
-    if critic_cfg is not None:
+            workers.reference = ReferenceWorker(engine(_frozen(trained), actor_cfg), cfg)
+    if plan.node(Teacher) is not None:
+        assert cfg.teacher_model_config is not None
+        workers.teacher = TeacherWorker(engine(_teacher(cfg.teacher_model_config, tokenizer, device), actor_cfg), cfg)
+    if judge_cfg is not None:
         with _seeded(cfg.seed):
-            value = _value_model(critic_cfg, policy, device, cfg.seed)
-        critic = CriticWorker(engine(value, critic_cfg), cfg)
-    rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
-    rewards = build_rewards(cfg, device)
-    return Workers(
-        policy, ActorWorker(actor, cfg), RolloutWorker(rollout), rewards, critic, reference, device, rollout.thread
-    )
+            judge = Policy(load_model(judge_cfg, device, resolve_dtype(judge_cfg.dtype, device)))
+        start = engine(_frozen(judge), judge_cfg)
+        workers.process_reward = ProcessRewardWorker(engine(judge, judge_cfg), start, cfg)
+    if critic_cfg is not None:
+        assert isinstance(trained, Policy)
+        with _seeded(cfg.seed):
+            value = _value_model(critic_cfg, trained, device, cfg.seed)
+        workers.critic = CriticWorker(engine(value, critic_cfg), cfg)
+    if recipe.samples:
+        assert isinstance(trained, Policy)
+        rollout = NativeEngine(trained, eos_ids(trained.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
+        workers.compute.shutdown()
+        workers.compute = rollout.thread  # who samples and who trains take turns
+        workers.rollout = RolloutWorker(rollout)
+    if number_of_rewards(cfg):
+        workers.rewards = build_rewards(cfg, device)
+    return workers
+
+
+def _frozen(policy: Policy) -> Policy:
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+def _teacher(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Policy:
+    """A frozen policy that reads the student's token ids; ``RequestError`` where they mean other texts to it."""
+    theirs = load_tokenizer(cfg.model_name_or_path, cfg.trust_remote_code)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise RequestError(
+            f"teacher_model_config: {cfg.model_name_or_path} has another vocabulary than the student "
+            f"({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} tokens); a teacher judges the student's own "
+            "tokens, so both need the same tokenizer"
+        )
+    if chat.fingerprint(theirs) != chat.fingerprint(tokenizer):
+        log.warning("the teacher's chat template or special tokens differ from the student's; the student's are used")
+    return Policy(load_model(cfg, device, resolve_dtype(cfg.dtype, device))).requires_grad_(False)
+
+
+def _own_copy(given: ModelConfig | None, actor_cfg: ModelConfig) -> ModelConfig:
+    """A section with its model named: by default a copy of the actor's start, trained in the same way."""
+    section = given or actor_cfg
+    source = section.model_name_or_path or actor_cfg.model_name_or_path
+    if isinstance(source, torch.nn.Module):
+        source = copy.deepcopy(source)
+    return section.model_copy(update={"model_name_or_path": source})
 
 
 @contextlib.contextmanager
@@ -122,4 +179,5 @@ def close(workers: Workers) -> None:
     """End worker processes and threads; a second call does nothing."""
     with contextlib.ExitStack() as stack:
         stack.callback(workers.compute.shutdown, wait=False, cancel_futures=True)  # a second Ctrl-C waits for nothing
-        stack.callback(workers.rewards.close)
+        if workers.rewards is not None:
+            stack.callback(workers.rewards.close)

@@ -23,16 +23,26 @@ from verl.config.errors import RequestError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
-from verl.data.loader import Prompt, PromptDataset, Prompts, open_prompts
+from verl.data.examples import ExampleFeed, Examples
+from verl.data.loader import (
+    Prompt,
+    PromptDataset,
+    PromptFeed,
+    Prompts,
+    open_example_set,
+    open_examples,
+    open_prompts,
+)
 from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
 from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
 from verl.metrics.sinks import ConsoleSink, JsonLines, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
 from verl.models.factory import load_tokenizer
-from verl.runtime.controller import Collected, Controller, LapResult
+from verl.runtime.collect import Collected, Sampler
+from verl.runtime.controller import Controller, LapResult
 from verl.runtime.launch import close, device_of, launch
-from verl.trainer.flows import FLOWS, needs
+from verl.trainer.flows import flow_of, needs
 from verl.workers.rollout import Draw
 
 log = logging.getLogger(__name__)
@@ -96,21 +106,12 @@ class Run:
         ``overwrite``: the run that lies there goes, once everything is loaded: a wrong request costs nothing.
         """
         cfg = self.cfg
-        flow = self._flow if self._flow is not None else FLOWS[cfg.algorithm.name](cfg)
+        flow = self._flow if self._flow is not None else flow_of(cfg)
         self.plan = flow.compile(needs(cfg))
         device = device_of(cfg.device_map)
         actor = cfg.actor_model_config
         self.tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
-        limits: Any = {"max_prompt_length": cfg.max_prompt_length, "overlong": cfg.overlong}
-        data = PromptDataset.of(cfg.dataset, cfg.columns, cache_dir=cfg.dataset_cache_dir)
-        self.feed = data.feed(
-            self.tokenizer, seed=cfg.seed, shuffle=cfg.shuffle, streaming=cfg.streaming, **limits
-        )  # fmt: skip
-        self.held_out: Prompts | None = None
-        if cfg.eval.dataset is not None:
-            self.held_out = open_prompts(
-                cfg.eval.dataset, self.tokenizer, columns=cfg.columns, cache_dir=cfg.dataset_cache_dir, **limits
-            )
+        fields = self._open_data()
         self.total_steps = self._total_steps() if write else 0
         if resume is not None and resume.step >= self.total_steps:
             key = "total_epochs" if cfg.total_steps is None else "total_steps"
@@ -122,15 +123,44 @@ class Run:
         self._closing.append(lambda: close(workers))
         self._utilisation = UtilisationMeter(device)
         self._closing.append(self._utilisation.close)
-        workers.rewards.check(data.field_names)
+        if workers.rewards is not None:
+            workers.rewards.check(fields)
         self.controller = Controller(cfg, self.plan, workers, self.feed, self.tokenizer)
         if resume is not None:
             self._restore(resume)
         if write:
             self._open_sinks(resume.step if resume is not None else None, overwrite)
         counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
-        for line in [*notes(cfg), *chat.notes(self.tokenizer), f"prompts: {counts}; device: {device}"]:
+        for line in [
+            *notes(cfg),
+            *chat.notes(self.tokenizer),
+            f"{cfg.algorithm.recipe.data}: {counts}; device: {device}",
+        ]:
             self.say(line)
+
+    def _open_data(self) -> set[str]:
+        """The feed and the held-out set; the names of the data's columns."""
+        cfg, kind = self.cfg, self.cfg.algorithm.recipe.data
+        limits: Any = {"max_prompt_length": cfg.max_prompt_length, "overlong": cfg.overlong}
+        order: Any = {"seed": cfg.seed, "shuffle": cfg.shuffle, "streaming": cfg.streaming}
+        place: Any = {"columns": cfg.columns, "cache_dir": cfg.dataset_cache_dir, "bad_rows": cfg.bad_rows}
+        held_out: Any = place | limits
+        if cfg.eval.columns is not None:
+            held_out["columns"] = cfg.eval.columns
+        self.held_out: Prompts | Examples | None = None
+        if kind == "prompts":
+            data = PromptDataset.of(cfg.dataset, **place)
+            self.feed: PromptFeed | ExampleFeed = data.feed(self.tokenizer, **order, **limits)
+            if cfg.eval.dataset is not None:
+                self.held_out = open_prompts(cfg.eval.dataset, self.tokenizer, **held_out)
+            self._closing.append(self.feed.close)
+            return data.field_names
+        limits["max_response_length"] = held_out["max_response_length"] = cfg.max_response_length
+        self.feed = open_examples(cfg.dataset, self.tokenizer, kind, **order, **place, **limits)
+        if cfg.eval.dataset is not None:
+            self.held_out = open_example_set(cfg.eval.dataset, self.tokenizer, kind, **held_out)
+        self._closing.append(self.feed.close)
+        return set()
 
     def _total_steps(self) -> int:
         """Laps of the whole run; an epoch ends with the lap that draws its last prompt."""
@@ -139,8 +169,8 @@ class Run:
             return cfg.total_steps
         if self.feed.size is None:
             raise RequestError("a stream's length is not known: set total_steps instead of total_epochs")
-        prompts_per_lap = cfg.train_batch_size // cfg.group_size
-        return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // prompts_per_lap))
+        per_lap = cfg.train_batch_size // cfg.group_size  # prompts, pairs, or rows
+        return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // per_lap))
 
     def _steps_per_lap(self) -> int:
         cfg = self.cfg
@@ -190,7 +220,7 @@ class Run:
     def _await(self, work: Any) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._closing.append(self._loop.close)
+            self._closing.append(functools.partial(_end, self._loop))
         return self._loop.run_until_complete(work)
 
     def step(self) -> LapResult:
@@ -206,7 +236,8 @@ class Run:
         if self.held_out is not None and (step == self.total_steps or (every and step % every == 0)):
             result.metrics |= self.evaluate().metrics
         self.recorder.step(step, result.metrics)
-        self.recorder.samples(step, _samples(result.collected))
+        if result.collected is not None:
+            self.recorder.samples(step, _samples(result.collected))
         every = self.cfg.checkpoint.every_steps
         if every and step % every == 0 and step < self.total_steps:
             self.save()
@@ -238,23 +269,30 @@ class Run:
         return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, stopped)
 
     def evaluate(self) -> Evaluation:
-        """Greedy answers to the held-out prompts, scored by the run's rewards."""
+        """Greedy answers to the held-out prompts, scored by the run's rewards; of held-out rows the loss's numbers."""
         assert self.held_out is not None
         limit = min(self.cfg.eval.limit or len(self.held_out), len(self.held_out))
-        draws = [Draw(i, self.held_out[i]) for i in range(limit)]
-        greedy = dataclasses.replace(self.controller.sampling, greedy=True)
-        start = time.perf_counter()
-        collected: Collected = self._await(self.controller.sample(draws, 1, greedy))
-        metrics = _evaluation_metrics(collected) | {"time/eval": time.perf_counter() - start}
-        step = self.controller.step
+        start, step = time.perf_counter(), self.controller.step
+        answers: list[Answer] = []
+        rows = [self.held_out[i] for i in range(limit)]
+        if isinstance(self.controller.source, Sampler):
+            sampler = self.controller.source
+            draws = [Draw(i, prompt) for i, prompt in enumerate(rows)]
+            collected: Collected = self._await(sampler.sample(draws, 1, sampler.greedy))
+            metrics = _evaluation_metrics(collected)
+            answers = [
+                Answer(_question(row.draw.prompt), text, total)
+                for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
+            ]
+        else:
+            judged: dict[str, float] = self._await(self.controller.judge(rows))
+            metrics = {f"eval/{name.rpartition('/')[2]}": value for name, value in judged.items()}
+            metrics["eval/rows"] = float(len(rows))
+        metrics["time/eval"] = time.perf_counter() - start
         if step == 0:  # later ones are part of their step's metrics
             self.say("held-out, before training: " + ", ".join(f"{k} {v:.3g}" for k, v in metrics.items()))
         if self._evaluations is not None:
             self._evaluations.append({"step": step, **metrics})
-        answers = [
-            Answer(_question(row.draw.prompt), text, total)
-            for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
-        ]
         self.after = Evaluation(step, metrics, answers)
         return self.after
 
@@ -273,11 +311,8 @@ class Run:
         start = time.perf_counter()
         workers, cfg = self.controller.workers, self.cfg
         parts: dict[str, Any] = {}
-        engines = {"actor": workers.actor.engine}
-        if workers.critic is not None:
-            engines["critic"] = workers.critic.engine
         scalars: dict[str, Any] = {}
-        for name, engine in engines.items():
+        for name, engine in workers.engines.items():
             parts[name] = dict(engine.shards())
             parts[f"{name}_optimizer"], scalars[name] = engine.state()
         parts["rng"] = rng_state()
@@ -288,7 +323,7 @@ class Run:
             "before": None if self.before is None else dataclasses.asdict(self.before),
         }
         path = self.store.save(
-            self.controller.step, parts, {"hf": model_files(workers.policy.lm, self.tokenizer, cfg.actor_model_config)}
+            self.controller.step, parts, {"hf": model_files(workers.trained.lm, self.tokenizer, cfg.actor_model_config)}
         )
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         return path
@@ -301,10 +336,7 @@ class Run:
                 f"{checkpoint.path} was saved with other prompts: data set, chat template, tokenizer or length limits "
                 "have changed since; resume with the ones it was trained on"
             )
-        engines = {"actor": workers.actor.engine}
-        if workers.critic is not None:
-            engines["critic"] = workers.critic.engine
-        for name, engine in engines.items():
+        for name, engine in workers.engines.items():
             engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), state["optimizers"][name])
         restore_rng(checkpoint.tensors("rng"))
         self.controller.restore(state["controller"])
@@ -322,6 +354,19 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what still runs in ``loop``, after a failure for instance, and close it."""
+
+    async def cancel() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    loop.run_until_complete(cancel())
+    loop.close()
 
 
 def holds_run(folder: Path) -> bool:

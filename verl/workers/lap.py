@@ -26,6 +26,13 @@ class Lap:
         return self.forward.rows(0)
 
     @property
+    def forward_steps(self) -> list[MiniBatch]:
+        """All rows as one optimizer step, for a model that learns from every row of the lap."""
+        if self.forward is None:
+            raise RuntimeError("rows are seated after collecting; no op may run before")
+        return self.forward.mini_batches
+
+    @property
     def mini_batches(self) -> list[MiniBatch]:
         """Of the updates."""
         if self.update is None:

@@ -1,0 +1,201 @@
+"""The policy where answers are sampled: log-probabilities, advantages, updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages import ESTIMATORS, TokenAdvantages, broadcast, place_scores, subtract_kl
+from verl.algorithms.correction import correction_weights
+from verl.algorithms.kl import kl_estimate
+from verl.algorithms.named import call
+from verl.algorithms.policy import POLICY_LOSSES, covariance_tokens
+from verl.algorithms.reduce import masked_whiten, reduce_loss, row_counts, row_sums
+from verl.batch import Batch, Ragged
+from verl.config.run import RunConfig
+from verl.engines.base import LossFn, TrainEngine
+from verl.seats import MiniBatch
+from verl.workers.lap import Lap
+from verl.workers.update import run_steps
+
+COVARIANCE = "covariance_tokens"  # batch column: tokens that clip_cov or kl_cov treat apart, chosen once per lap
+
+
+class ActorWorker:
+    """Advantages and policy losses are called by argument name; the recipe says which ones (config/recipes.py)."""
+
+    def __init__(self, engine: TrainEngine, cfg: RunConfig) -> None:
+        self.engine, self.cfg = engine, cfg
+        self.temperature = cfg.rollout.temperature
+
+    def logprobs(self, batch: Batch, lap: Lap) -> None:
+        out = self.engine.forward(batch, lap.micro_batches, frozenset({"logprobs"}), self.temperature)
+        batch["old_logprobs"] = out["logprobs"]
+
+    def advantages(self, batch: Batch, lap: Lap) -> None:
+        """Advantages and value targets of each response token (docs/algorithms.md)."""
+        algorithm = self.cfg.algorithm
+        column = batch.ragged("response_mask")
+        mask, row, n = column.values, column.row_index, len(batch)
+        scores, rewards = batch.tensor("scores"), torch.zeros(len(mask))
+        if algorithm.kl_in == "reward" and lap.kl_coef:
+            rewards = subtract_kl(rewards, self._old(batch).values, _values(batch, "ref_logprobs"), mask, lap.kl_coef)
+            scores = scores + row_sums(rewards.double(), mask, row, n)
+        facts: dict[str, Any] = algorithm.model_dump() | {
+            "scores": scores,
+            "rewards": rewards + place_scores(batch.tensor("scores"), mask, row, n),
+            "mask": mask, "row": row, "n_rows": n, "group": batch.tensor("group"), "lengths": row_counts(mask, row, n),
+        }  # fmt: skip
+        for name in ("values", "token_rewards"):
+            if name in batch:
+                facts[name] = _values(batch, name)
+        if "greedy_scores" in batch:
+            facts["greedy_scores"] = batch.tensor("greedy_scores")
+        if "reward_parts" in batch:
+            facts["per_reward"], facts["reward_weights"] = _parts(batch), self.cfg.reward_weights
+        self._write(batch, call(ESTIMATORS[str(algorithm.recipe.advantage)], facts))
+
+    def distill(self, batch: Batch, lap: Lap) -> None:
+        """Advantages from a teacher's log-probabilities of the student's tokens; no reward takes part."""
+        facts = {"mask": _values(batch, "response_mask"), "old_logprobs": self._old(batch).values}
+        facts["teacher_logprobs"] = _values(batch, "teacher_logprobs")
+        self._write(batch, call(ESTIMATORS["distill"], facts))
+        kl = kl_estimate(facts["old_logprobs"], facts["teacher_logprobs"], facts["mask"], "k3")[facts["mask"]]
+        lap.metrics["distill/kl"] = kl.mean().item() if len(kl) else None
+
+    def _write(self, batch: Batch, estimate: Tensor | TokenAdvantages) -> None:
+        column = batch.ragged("response_mask")
+        mask = column.values
+        if isinstance(estimate, Tensor):  # one per row
+            estimate = TokenAdvantages(*(broadcast(estimate, mask, column.row_index),) * 2)
+        advantages, returns = estimate
+        if self.cfg.algorithm.whiten_advantages:
+            advantages = masked_whiten(advantages, mask)
+        batch["advantages"] = column.with_values(advantages.float())
+        batch["returns"] = column.with_values(returns.float())
+
+    def _old(self, batch: Batch) -> Ragged:
+        """Where the ratio starts: the trainer's own log-probabilities, or the sampler's (bypass)."""
+        return batch.ragged("sampled_logprobs" if self.cfg.algorithm.old_logprobs == "sampler" else "old_logprobs")
+
+    def trained_rows(self, batch: Batch) -> list[bool]:
+        """Rows with any gradient. A row whose advantages are all 0 has none, unless KL or entropy is in the loss."""
+        a = batch.ragged("advantages")
+        live = torch.zeros(len(batch), dtype=torch.bool).index_put_((a.row_index[a.values != 0],), torch.tensor(True))
+        return live.tolist()
+
+    def update(self, batch: Batch, lap: Lap) -> None:
+        algorithm = self.cfg.algorithm
+        if algorithm.recipe.loss in ("clip_cov", "kl_cov"):
+            mask = batch.ragged("response_mask")
+            facts = algorithm.model_dump() | {
+                "old_logprobs": self._old(batch).values, "advantages": _values(batch, "advantages"),
+                "mask": mask.values, "kind": algorithm.recipe.loss, "seed": self.cfg.seed + lap.step,
+            }  # fmt: skip
+            batch[COVARIANCE] = mask.with_values(call(covariance_tokens, facts))
+        want = {"logprobs", "entropy"}
+        steps = run_steps(
+            self.engine, batch, lap.mini_batches, lambda mini: self._loss(mini, lap), want, self.temperature
+        )
+        m = lap.metrics
+        m |= steps.policy_metrics()
+        if steps.sums.get("tokens"):
+            m["policy/entropy"] = steps.mean("entropy", "tokens")
+        m["policy/clip_fraction"] = steps.mean("clipped", "tokens") or 0.0
+        m["policy/kl_step"] = steps.mean("approx_kl", "tokens")
+        m["policy/ratio_max"] = steps.sums.get("ratio_max")
+        if "kl" in steps.sums:
+            m["kl/mean"] = steps.mean("kl", "tokens")
+            m["kl/per_response"] = lap.kl_per_response = steps.mean("kl", "rows")
+        if "weight" in steps.sums:
+            total, squares, tokens = (steps.sums[k] for k in ("weight", "weight_squared", "tokens"))
+            m["correction/weight_mean"] = total / tokens if tokens else None
+            m["correction/effective_share"] = total**2 / squares / tokens if squares else 0.0
+            m["correction/changed"] = steps.mean("weight_changed", "tokens")
+        if "old_logprobs" in batch:
+            gap = (_values(batch, "old_logprobs") - _values(batch, "sampled_logprobs")).abs()
+            gap = gap[_values(batch, "response_mask")]
+            m["rollout/logprob_diff_mean"] = gap.mean().item() if len(gap) else None
+            m["rollout/logprob_diff_max"] = gap.max().item() if len(gap) else None
+        elif "gap_max" in steps.sums:
+            m["rollout/logprob_diff_mean"] = steps.mean("gap", "tokens")
+            m["rollout/logprob_diff_max"] = steps.sums["gap_max"]
+
+    def _loss(self, mini: MiniBatch, lap: Lap) -> LossFn:
+        """The policy loss of one micro-batch, already divided by the mini-batch's global totals."""
+        cfg, algorithm = self.cfg, self.cfg.algorithm
+        numbers = algorithm.model_dump()
+        numbers["clip_low"], numbers["clip_high"] = algorithm.clip_range
+        policy_loss = POLICY_LOSSES[algorithm.recipe.loss]
+
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
+            logprobs, entropy = outputs["logprobs"], outputs["entropy"]
+
+            def column(name: str) -> Tensor:
+                return micro.ragged(name).values.to(logprobs.device)
+
+            mask, row, n = (
+                column("response_mask"),
+                micro.ragged("response_mask").row_index.to(logprobs.device),
+                len(micro),
+            )
+            sampled = column("sampled_logprobs")
+            on_policy = "old_logprobs" not in micro  # one optimizer step per lap: the policy is its own past
+            old = column("old_logprobs") if not on_policy else logprobs.detach()
+            if algorithm.old_logprobs == "sampler":
+                old = sampled
+            facts = numbers | {
+                "logprobs": logprobs, "old_logprobs": old, "advantages": column("advantages"),
+                "mask": mask, "row": row, "n_rows": n,
+            }  # fmt: skip
+            if COVARIANCE in micro:
+                facts[COVARIANCE] = column(COVARIANCE)
+            out = call(policy_loss, facts)
+            losses = out.losses
+            stats: dict[str, Any] = {}
+            if algorithm.correction != "none":
+                reference = old if algorithm.old_logprobs == "trainer" else logprobs.detach()
+                weights = call(
+                    correction_weights, numbers | {"old_logprobs": reference, "sampled_logprobs": sampled, "mask": mask,
+                                                   "row": row, "n_rows": n},
+                )  # fmt: skip
+                losses = losses * weights.weights
+                stats |= {"weight": weights.total, "weight_squared": weights.squares, "weight_changed": weights.changed}
+            if "ref_logprobs" in micro and algorithm.kl_in == "loss" and lap.kl_coef:
+                losses = losses + lap.kl_coef * kl_estimate(
+                    logprobs, column("ref_logprobs"), mask, algorithm.kl_estimator
+                )
+            if algorithm.entropy_coef:
+                losses = losses - algorithm.entropy_coef * entropy
+            total = reduce_loss(
+                losses, mask, row, n, algorithm.loss_reduction, mini.totals, fixed_length=cfg.max_response_length
+            )
+            with torch.no_grad():
+                stats |= {
+                    "loss": total.detach(), "tokens": mask.sum(), "rows": row[mask].unique().numel(),
+                    "entropy": entropy[mask].sum(), "clipped": out.clipped, "approx_kl": out.approx_kl,
+                    "ratio_max": out.ratio_max,
+                }  # fmt: skip
+                if on_policy:
+                    gap = (logprobs - sampled).abs()[mask]
+                    stats |= {"gap": gap.sum(), "gap_max": gap.max() if len(gap) else 0.0}
+                if "ref_logprobs" in micro:
+                    stats["kl"] = kl_estimate(old, column("ref_logprobs"), mask, algorithm.kl_estimator).sum()
+            return total, {k: float(v) for k, v in stats.items()}
+
+        return loss
+
+
+def _values(batch: Batch, name: str) -> Tensor:
+    return batch.ragged(name).values
+
+
+def _parts(batch: Batch) -> dict[str, Tensor]:
+    """Each reward by itself, ``[B]``; NaN where it abstained."""
+    rows: list[dict[str, float | None]] = batch["reward_parts"]  # type: ignore[assignment]
+    values = {name: [r[name] for r in rows] for name in rows[0]}
+    return {
+        n: torch.tensor([float("nan") if x is None else x for x in v], dtype=torch.float64) for n, v in values.items()
+    }

@@ -1,0 +1,107 @@
+"""Models that learn what rows are worth: the critic's values, and an implicit process reward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.preference import implicit_outcome, implicit_token_rewards
+from verl.algorithms.reduce import reduce_loss
+from verl.algorithms.value import value_loss
+from verl.batch import Batch, Ragged
+from verl.config.run import RunConfig
+from verl.engines.base import LossFn, TrainEngine
+from verl.models.value import HIDDEN
+from verl.seats import MiniBatch
+from verl.workers.lap import Lap
+from verl.workers.update import run_steps
+
+START = "process_reward_start"  # batch column: log-probabilities by the process reward model's frozen start
+
+
+class CriticWorker:
+    """The value model."""
+
+    def __init__(self, engine: TrainEngine, cfg: RunConfig) -> None:
+        self.engine, self.cfg = engine, cfg
+        self.shared = cfg.critic_model_config is not None and cfg.critic_model_config.shares == "actor"
+
+    def values(self, batch: Batch, lap: Lap) -> None:
+        want = frozenset({"values", "hidden"} if self.shared else {"values"})
+        out = self.engine.forward(batch, lap.micro_batches, want, self.cfg.rollout.temperature)
+        batch["values"] = out["values"]
+        if self.shared:  # the backbone isn't trained by the value loss, so its hidden states serve the update too
+            batch[HIDDEN] = out["hidden"]
+
+    def update(self, batch: Batch, lap: Lap) -> None:
+        steps = run_steps(self.engine, batch, lap.mini_batches, self._loss, {"values"})
+        m = lap.metrics
+        m["critic/loss"] = steps.loss
+        m["critic/grad_norm"] = steps.grad_norm
+        m["critic/lr"] = steps.lr
+        m["critic/bad_steps"] = steps.bad
+        m["critic/clip_fraction"] = steps.mean("clipped", "tokens") or 0.0
+        mask = batch.ragged("response_mask").values
+        returns, values = batch.ragged("returns").values[mask], batch.ragged("values").values[mask]
+        m["critic/value_mean"] = values.mean().item() if len(values) else None
+        variance = returns.var().item() if len(returns) > 1 else 0.0
+        m["critic/explained_variance"] = 1 - (returns - values).var().item() / variance if variance else None
+
+    def _loss(self, mini: MiniBatch) -> LossFn:
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
+            values = outputs["values"]
+            device = values.device
+            mask = micro.ragged("response_mask").to(device)
+            old, returns = (micro.ragged(c).to(device).values for c in ("values", "returns"))
+            out = value_loss(values, old, returns, mask.values, self.cfg.algorithm.value_clip)
+            total = reduce_loss(out.losses, mask.values, mask.row_index, len(micro), "token-mean", mini.totals)
+            return total, {
+                "loss": total.item(),
+                "tokens": mask.values.sum().item(),
+                "clipped": out.clipped.item(),
+            }
+
+        return loss
+
+
+class ProcessRewardWorker:
+    """A language model whose log-ratio to its own start is each token's reward; it learns from the rows' outcomes.
+
+    PRIME (arXiv 2502.01456). It is updated first, so that its rewards come from weights that know this lap.
+    """
+
+    def __init__(self, engine: TrainEngine, start: TrainEngine, cfg: RunConfig) -> None:
+        self.engine, self.start, self.cfg = engine, start, cfg
+        self.beta = cfg.algorithm.prime_beta
+
+    def update(self, batch: Batch, lap: Lap) -> None:
+        batch[START] = self._forward(self.start, batch, lap)
+        steps = run_steps(self.engine, batch, lap.forward_steps, self._loss, {"logprobs"}, self.cfg.rollout.temperature)
+        lap.metrics["process_reward/loss"] = steps.loss
+        lap.metrics["process_reward/grad_norm"] = steps.grad_norm
+        lap.metrics["process_reward/accuracy"] = steps.mean("right", "rows")
+
+    def rewards(self, batch: Batch, lap: Lap) -> None:
+        now, mask = self._forward(self.engine, batch, lap), batch.ragged("response_mask").values
+        start = batch.ragged(START).values
+        batch["token_rewards"] = now.with_values(implicit_token_rewards(now.values, start, mask, self.beta).float())
+        del batch.columns[START]
+
+    def _forward(self, engine: TrainEngine, batch: Batch, lap: Lap) -> Ragged:
+        out = engine.forward(batch, lap.micro_batches, frozenset({"logprobs"}), self.cfg.rollout.temperature)
+        return out["logprobs"]
+
+    def _loss(self, mini: MiniBatch) -> LossFn:
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
+            logprobs = outputs["logprobs"]
+            column, device = micro.ragged("response_mask"), logprobs.device
+            mask, row = column.values.to(device), column.row_index.to(device)
+            labels = torch.nan_to_num(micro.tensor("scores").to(device)).clamp(0, 1)  # a row without a score is masked
+            start = micro.ragged(START).values.to(device)
+            out = implicit_outcome(logprobs, start, mask, row, len(micro), labels, self.beta)
+            total = out.losses.sum() / max(mini.totals.rows, 1)
+            counted = torch.zeros(len(micro), dtype=torch.bool, device=device).index_fill(0, row[mask], True)
+            right = ((out.rewards > 0) == (labels > 0.5))[counted].sum()
+            return total, {"loss": total.item(), "right": float(right), "rows": float(counted.sum())}
+
+        return loss

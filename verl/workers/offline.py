@@ -1,0 +1,210 @@
+"""Workers that train on rows as they are: preference pairs, labelled answers, chats; a policy or a scorer.
+
+Each has ``fit``, the update, and ``judge``, the same numbers on held-out rows without one. Losses are per pair, row or
+token and divided by the mini-batch's global counts, so shares add over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from verl.algorithms import preference
+from verl.algorithms.named import call
+from verl.algorithms.preference import PairLoss, RowLoss
+from verl.algorithms.reduce import reduce_loss, row_counts, row_sums, select
+from verl.batch import Batch
+from verl.config.run import RunConfig
+from verl.engines.base import LossFn, TrainEngine
+from verl.seats import MiniBatch, Totals
+from verl.workers.lap import Lap
+from verl.workers.update import run_steps
+
+# batch columns of KTO's rows that only serve the baseline, a prompt with another row's answer: the row whose prompt it
+# is (-1 elsewhere), and which of the answer's tokens are trained in its own row
+MISMATCHED, ANSWER_MASK = "mismatched", "answer_mask"
+Outputs = Mapping[str, Tensor]
+
+
+class OfflineWorker:
+    """``terms`` says what a subclass trains on; everything else is here."""
+
+    want = "logprobs"
+
+    def __init__(self, engine: TrainEngine, cfg: RunConfig) -> None:
+        self.engine, self.cfg = engine, cfg
+        self.numbers = cfg.algorithm.model_dump()
+
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        """``(this micro-batch's share of the loss, sums that add)`` of rows whose ``outputs`` are flat ``[R]``."""
+        raise NotImplementedError
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of added sums; a side without rows has none."""
+        return {}
+
+    def before_step(self, batch: Batch, mini: MiniBatch) -> None:
+        """What a step needs of the weights as they are when its turn comes."""
+
+    def fit(self, batch: Batch, lap: Lap) -> None:
+        def loss_of(mini: MiniBatch) -> LossFn:
+            self.before_step(batch, mini)
+            return lambda outputs, micro: self._counted(outputs, micro, mini.totals)
+
+        steps = run_steps(self.engine, batch, lap.mini_batches, loss_of, {self.want})
+        lap.metrics |= steps.policy_metrics() | self.means(steps.sums)
+
+    def judge(self, batch: Batch, lap: Lap) -> dict[str, float]:
+        """Loss and metrics of all rows with the weights as they are; no gradient, no step."""
+        (mini,) = lap.mini_batches
+        self.before_step(batch, mini)
+        out = self.engine.forward(batch, lap.micro_batches, frozenset({self.want}), 1.0)
+        rows = [i for micro in mini.ranks[0] for i in micro]
+        with torch.no_grad():
+            flat = {name: column.select(rows).values for name, column in out.items()}
+            _, sums = self._counted(flat, batch.select(rows), mini.totals)
+        return {"loss": sums["loss"], **self.means(sums)}
+
+    def _counted(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        loss, sums = self.terms(outputs, rows, totals)
+        return loss, {**sums, "loss": loss.item()}
+
+
+class PairWorker(OfflineWorker):
+    """DPO and its kin. In online DPO the pairs are the best and the worst sampled answer of a prompt."""
+
+    def __init__(self, engine: TrainEngine, cfg: RunConfig) -> None:
+        super().__init__(engine, cfg)
+        self.loss = preference.PAIR_LOSSES[cfg.algorithm.recipe.loss]
+
+    def prefer(self, batch: Batch, lap: Lap) -> None:
+        """The best and the worst row of each group; the others leave the loss."""
+        preferred = preference.preferences_from_scores(batch.tensor("scores"), batch.tensor("group"))
+        batch["preferred"] = preferred
+        mask = batch.ragged("response_mask")
+        batch["response_mask"] = mask.with_values(mask.values & (preferred != 0)[mask.row_index])
+        lap.metrics["preference/pairs"] = int((preferred > 0).sum())
+
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        out = self._pairs(outputs["logprobs"], rows)
+        return out.losses.sum() / max(totals.rows / 2, 1), preference.pair_statistics(out)
+
+    def _pairs(self, logprobs: Tensor, rows: Batch) -> PairLoss:
+        mask, row, device = _mask(rows, logprobs)
+        chosen, rejected = (i.to(device) for i in preference.pair_index(rows.tensor("group"), rows.tensor("preferred")))
+        sums, lengths = row_sums(logprobs, mask, row, len(rows)), row_counts(mask, row, len(rows))
+        facts = self.numbers | {
+            "chosen": sums[chosen], "rejected": sums[rejected],
+            "chosen_lengths": lengths[chosen], "rejected_lengths": lengths[rejected],
+        }  # fmt: skip
+        if "ref_logprobs" in rows:
+            ref = row_sums(rows.ragged("ref_logprobs").values.to(device), mask, row, len(rows))
+            facts |= {"ref_chosen": ref[chosen], "ref_rejected": ref[rejected]}
+        return call(self.loss, facts)
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return _pair_means(sums)
+
+
+class LabelWorker(OfflineWorker):
+    """KTO. The baseline is computed anew for every optimizer step, from prompts with another row's answer."""
+
+    baseline = torch.zeros(())
+
+    def before_step(self, batch: Batch, mini: MiniBatch) -> None:
+        own = [i for micro in mini.ranks[0] for i in micro]
+        partner = {int(b): a for a, b in enumerate(batch.tensor(MISMATCHED).tolist()) if b >= 0}
+        rows = batch.select([partner[i] for i in own])
+        size = self.cfg.micro_batch_size
+        micros = [list(range(i, min(i + size, len(rows)))) for i in range(0, len(rows), size)]
+        now = self.engine.forward(rows, micros, frozenset({"logprobs"}), 1.0)["logprobs"].values
+        gap = select(now - rows.ragged("ref_logprobs").values, rows.ragged(ANSWER_MASK).values)
+        self.baseline = preference.kto_baseline(gap.sum(), len(rows))
+
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        logprobs = outputs["logprobs"]
+        mask, row, device = _mask(rows, logprobs)
+        gap = logprobs - rows.ragged("ref_logprobs").values.to(device)
+        good = rows.tensor("label").to(device) > 0.5
+        facts = self.numbers | {"logratios": row_sums(gap, mask, row, len(rows)), "desirable": good}
+        out: RowLoss = call(preference.kto, facts | {"baseline": self.baseline.to(device)})
+        sums = preference.kto_statistics(out, good)
+        return out.losses.sum() / max(totals.rows, 1), sums | {"baseline_max": self.baseline.item()}
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        sides = preference.kto_means(sums)
+        found = {f"preference/{side}": value for side, value in sides.items()}
+        if len(sides) == 2:
+            found["preference/margin"] = sides["desirable_reward"] - sides["undesirable_reward"]
+        return found | {"preference/kl_baseline": sums["baseline_max"]}
+
+
+class ChatWorker(OfflineWorker):
+    """Supervised fine-tuning: likelihood of the assistant's tokens."""
+
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        logprobs = outputs["logprobs"]
+        mask, row, _ = _mask(rows, logprobs)
+        losses = preference.sft(logprobs, mask)
+        loss = reduce_loss(
+            losses, mask, row, len(rows), self.cfg.algorithm.loss_reduction, totals,
+            fixed_length=self.cfg.max_response_length,
+        )  # fmt: skip
+        return loss, {"nll": losses.detach().sum().item(), "tokens": mask.sum().item()}
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {"sft/nll": sums["nll"] / sums["tokens"]} if sums.get("tokens") else {}
+
+
+class ScorerWorker(OfflineWorker):
+    """Reward models: a row's score is read at its last token. Trained on pairs, or on labels (outcome verifier)."""
+
+    want = "scores"
+
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        scores = outputs["scores"]
+        mask, row, device = _mask(rows, scores)
+        last = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        tokens = mask.nonzero()[:, 0]
+        scores = scores[last.scatter_reduce(0, row[tokens], tokens, "amax")]  # of each row's last masked token
+        if self.cfg.algorithm.recipe.loss == "outcome":
+            labels = rows.tensor("label").to(device)
+            out = preference.outcome(scores, labels)
+            right = ((out.rewards > 0) == (labels > 0.5)).sum().item()
+            return out.losses.sum() / max(totals.rows, 1), {"right": right, "rows": len(rows)}
+        chosen, rejected = (i.to(device) for i in preference.pair_index(rows.tensor("group"), rows.tensor("preferred")))
+        margins = None
+        if "margin" in rows:  # an unknown margin is none
+            margins = torch.nan_to_num(rows.tensor("margin").to(device)[chosen])
+        pairs = preference.pairwise(scores[chosen], scores[rejected], margins, self.cfg.algorithm.center_coef)
+        return pairs.losses.sum() / max(totals.rows / 2, 1), preference.pair_statistics(pairs)
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        if "rows" in sums:
+            return {"preference/accuracy": sums["right"] / sums["rows"]}
+        return _pair_means(sums)
+
+
+def _mask(rows: Batch, like: Tensor) -> tuple[Tensor, Tensor, torch.device]:
+    column = rows.ragged("response_mask")
+    return column.values.to(like.device), column.row_index.to(like.device), like.device
+
+
+def _pair_means(sums: Mapping[str, float]) -> dict[str, float]:
+    n = sums.get("pairs")
+    if not n:
+        return {}
+    names = ("margin", "chosen_reward", "rejected_reward")
+    return {"preference/accuracy": sums["accurate"] / n} | {f"preference/{name}": sums[name] / n for name in names}
+
+
+def offline_worker(engine: TrainEngine, cfg: RunConfig) -> OfflineWorker:
+    """The worker that trains as the recipe's loss asks."""
+    recipe = cfg.algorithm.recipe
+    if recipe.trains == "scorer":
+        return ScorerWorker(engine, cfg)
+    if recipe.loss in preference.PAIR_LOSSES:
+        return PairWorker(engine, cfg)
+    return {"kto": LabelWorker, "sft": ChatWorker}[recipe.loss](engine, cfg)

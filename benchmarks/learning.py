@@ -202,10 +202,7 @@ def main() -> int:
             return f"{task[0]}-{task[1]}: {error}"
         finally:
             places.put(cpus)
-        print(
-            f"{result.name}-{result.seed}: {result.before:.3f} -> {result.after:.3f} in {result.seconds:.0f} s",
-            flush=True,
-        )
+        print(f"{result.name}-{result.seed}: {result.before} -> {result.after} in {result.seconds:.0f} s", flush=True)
         return result
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -245,6 +245,37 @@ def test_correction_changes_nothing_where_sampler_and_trainer_agree(make, correc
     assert fixed[2][0]["correction/changed"] == 0
 
 
+def test_online_dpo_scores_at_the_sampler_s_temperature(make):
+    line = run(make("online_dpo", rollout={"temperature": 0.5}))[2][0]
+    assert line["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_online_dpo_leaves_masked_rows_out_of_its_pairs(make):
+    line = run(make("online_dpo", algorithm={"mask_truncated": True}, rollout_batch_size=32))[2][0]
+    assert line["policy/rows_trained"] <= round(32 * (1 - line["response/truncated"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("distill", {"kl_in": "reward"}, "kl_in is reward, but distill reads no sum of rewards"),
+        ("pass_k", {"kl_in": "reward"}, "kl_in is reward, but pass_k"),
+        ("gdpo", {"overlong_share": 0.5}, "overlong_share is 0.5, but gdpo"),
+        ("ppo", {"dynamic_sampling": True}, "ppo compares no rows of a group"),
+        ("grpo", {"old_logprobs": "sampler", "correction": "tis"}, "its weight would count twice"),
+    ],
+)
+def test_keys_that_would_be_ignored_are_refused(make, name, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(name, algorithm=keys)
+
+
+def test_sampler_and_trainer_are_compared_in_every_lap(make):
+    line = run(make("grpo"))[2][0]
+    assert line["rollout/kl"] == pytest.approx(0, abs=1e-6)
+    assert line["rollout/effective_share"] == pytest.approx(1, abs=1e-4)
+
+
 def test_the_sampler_may_stand_for_the_old_policy(make):
     keys = {"algorithm": {"old_logprobs": "sampler"}, "mini_batch_size": 8}
     line = run(make("grpo", **keys))[2][0]

@@ -201,9 +201,9 @@ def covariance_tokens(
     - ``clip_cov``: drawn at random, by ``seed``, from the tokens with a covariance in [low, high], if there are any
     - ``kl_cov``: those of the largest covariance; the first of equal ones
 
-    Give it a whole mini-batch, its rows in one order whatever the split: the choice depends on all of its tokens. The
-    paper takes the current policy's log-probabilities; the old ones are known before the split and the same in a
-    mini-batch's first pass.
+    Give it a whole lap, its rows in one order whatever the split: the choice depends on all of its tokens. The paper
+    takes a mini-batch and the current policy's log-probabilities; the old ones are known before the split and the
+    same in the first step.
     """
     mask = mask.cpu()
     n = int(mask.sum())

@@ -86,7 +86,10 @@ RECIPES: dict[str, Recipe] = {
     "clip_cov": _rl("no gradient on tokens of high covariance", "grpo", "group", loss="clip_cov", kl_in="loss"),
     "kl_cov": _rl("KL on tokens of high covariance", "grpo", "group", loss="kl_cov", kl_in="loss"),
     "prime": _rl("implicit process reward, trained online", "prime", "group", "process_reward"),
-    "distill": Recipe("reverse KL to a teacher on the student's own tokens", "distill", needs=frozenset({"teacher"})),
+    "distill": Recipe(
+        "reverse KL to a teacher on the student's own tokens", "distill", needs=frozenset({"teacher"}),
+        defaults={"kl_in": "loss"},
+    ),
     "online_dpo": Recipe(
         "best and worst sampled answer are a pair", None, "dpo", frozenset({"reward", "group", "reference"})
     ),

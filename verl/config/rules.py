@@ -138,11 +138,22 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             f"algorithm.correction is {filled.correction} with algorithm.old_logprobs sampler: the ratio starts at the "
             "sampler already, so its weight would count twice; algorithm.correction none or reject would fit",
         )
-    if algorithm.name in ("pass_k", "gdpo") and filled.kl_in == "reward":
+    if algorithm.name in ("pass_k", "gdpo", "distill") and filled.kl_in == "reward":
         yield Violation(
             ("algorithm.kl_in", "algorithm.name"),
-            f"algorithm.kl_in is reward, but {algorithm.name} reads the rewards one by one, without a KL penalty in "
-            "them; algorithm.kl_in loss or null would fit",
+            f"algorithm.kl_in is reward, but {algorithm.name} reads no sum of rewards that a KL penalty could be part "
+            "of; algorithm.kl_in loss or null would fit",
+        )
+    if algorithm.name == "gdpo" and filled.overlong_share:
+        yield Violation(
+            ("algorithm.overlong_share", "algorithm.name"),
+            f"algorithm.overlong_share is {filled.overlong_share:g}, but gdpo normalises each reward by itself; "
+            "algorithm.overlong_share 0, with {name: length, ...} as one of reward_fn, would fit",
+        )
+    if algorithm.name == "kto" and cfg.eval.limit == 1:
+        yield Violation(
+            ("eval.limit", "algorithm.name"),
+            "eval.limit is 1: KTO's baseline needs another row's answer; eval.limit 2 or 64 would fit",
         )
     if filled.dynamic_sampling and not algorithm.needs_groups:
         yield Violation(

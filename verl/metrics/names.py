@@ -79,11 +79,15 @@ METRICS: dict[str, Metric] = {
         Metric("process_reward/loss", "loss", "cross-entropy of the implicit reward with the outcome", "below 0.69"),
         Metric("process_reward/accuracy", "share", "rows whose outcome the implicit reward tells", "rises from 0.5"),
         Metric("process_reward/grad_norm", "norm", "its gradient norm before clipping", "spikes: look"),
+        Metric("rollout/kl", "nats/token", "KL of the sampler to the trainer on the trained tokens", "fp32: about 0"),
+        Metric(
+            "rollout/effective_share", "share", "effective sample size of trainer / sampler", "near 1; see correction"
+        ),
         Metric("correction/weight_mean", "1", "mean importance weight of sampler against trainer", "near 1"),
         Metric("correction/effective_share", "share", "effective sample size / tokens", "low: too far off policy"),
         Metric("correction/changed", "share", "tokens whose weight was capped or set to 0", "high: look at the gap"),
         Metric(
-            "rollout/refills", "rollouts", "dynamic_sampling: rollouts beyond the lap's own", "near max_refills: stop"
+            "rollout/refills", "rollouts", "dynamic_sampling: rollouts beyond the lap's own", "many: prompts say little"
         ),
         Metric("rollout/groups_sampled", "groups", "dynamic_sampling: groups sampled for this lap", "price of a lap"),
         Metric("critic/loss", "loss", "value loss, mean over the lap's optimizer steps", "should fall, then stay"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,12 +44,12 @@ class ActorWorker:
         if algorithm.kl_in == "reward" and lap.kl_coef:
             rewards = subtract_kl(rewards, self._old(batch).values, _values(batch, "ref_logprobs"), mask, lap.kl_coef)
             scores = scores + row_sums(rewards.double(), mask, row, n)
-        facts: dict[str, Any] = algorithm.model_dump() | {
+        facts: dict[str, Any] = self._numbers() | {
             "scores": scores,
             "rewards": rewards + place_scores(batch.tensor("scores"), mask, row, n),
             "mask": mask, "row": row, "n_rows": n, "group": batch.tensor("group"), "lengths": row_counts(mask, row, n),
         }  # fmt: skip
-        for name in ("values", "token_rewards"):
+        for name in ("values", "token_rewards", "old_logprobs", "sampled_logprobs"):
             if name in batch:
                 facts[name] = _values(batch, name)
         if "greedy_scores" in batch:
@@ -59,11 +60,15 @@ class ActorWorker:
 
     def distill(self, batch: Batch, lap: Lap) -> None:
         """Advantages from a teacher's log-probabilities of the student's tokens; no reward takes part."""
-        facts = {"mask": _values(batch, "response_mask"), "old_logprobs": self._old(batch).values}
+        facts = self._numbers() | {"mask": _values(batch, "response_mask"), "old_logprobs": self._old(batch).values}
         facts["teacher_logprobs"] = _values(batch, "teacher_logprobs")
-        self._write(batch, call(ESTIMATORS["distill"], facts))
+        self._write(batch, call(ESTIMATORS[str(self.cfg.algorithm.recipe.advantage)], facts))
         kl = kl_estimate(facts["old_logprobs"], facts["teacher_logprobs"], facts["mask"], "k3")[facts["mask"]]
         lap.metrics["distill/kl"] = kl.mean().item() if len(kl) else None
+
+    def _numbers(self) -> dict[str, Any]:
+        """The algorithm's numbers by key; ``old_logprobs`` names a choice there and a column among the facts."""
+        return {key: value for key, value in self.cfg.algorithm.model_dump().items() if key != "old_logprobs"}
 
     def _write(self, batch: Batch, estimate: Tensor | TokenAdvantages) -> None:
         column = batch.ragged("response_mask")
@@ -90,7 +95,7 @@ class ActorWorker:
         algorithm = self.cfg.algorithm
         if algorithm.recipe.loss in ("clip_cov", "kl_cov"):
             mask = batch.ragged("response_mask")
-            facts = algorithm.model_dump() | {
+            facts = self._numbers() | {
                 "old_logprobs": self._old(batch).values, "advantages": _values(batch, "advantages"),
                 "mask": mask.values, "kind": algorithm.recipe.loss, "seed": self.cfg.seed + lap.step,
             }  # fmt: skip
@@ -109,10 +114,11 @@ class ActorWorker:
         if "kl" in steps.sums:
             m["kl/mean"] = steps.mean("kl", "tokens")
             m["kl/per_response"] = lap.kl_per_response = steps.mean("kl", "rows")
-        if "weight" in steps.sums:
-            total, squares, tokens = (steps.sums[k] for k in ("weight", "weight_squared", "tokens"))
-            m["correction/weight_mean"] = total / tokens if tokens else None
-            m["correction/effective_share"] = total**2 / squares / tokens if squares else 0.0
+        m["rollout/kl"] = steps.mean("sampler_kl", "tokens")
+        m["rollout/effective_share"] = _effective_share(steps.sums, "ratio")
+        if algorithm.correction != "none":
+            m["correction/weight_mean"] = steps.mean("weight", "tokens")
+            m["correction/effective_share"] = _effective_share(steps.sums, "weight")
             m["correction/changed"] = steps.mean("weight_changed", "tokens")
         if "old_logprobs" in batch:
             gap = (_values(batch, "old_logprobs") - _values(batch, "sampled_logprobs")).abs()
@@ -126,7 +132,7 @@ class ActorWorker:
     def _loss(self, mini: MiniBatch, lap: Lap) -> LossFn:
         """The policy loss of one micro-batch, already divided by the mini-batch's global totals."""
         cfg, algorithm = self.cfg, self.cfg.algorithm
-        numbers = algorithm.model_dump()
+        numbers = self._numbers()
         numbers["clip_low"], numbers["clip_high"] = algorithm.clip_range
         policy_loss = POLICY_LOSSES[algorithm.recipe.loss]
 
@@ -154,15 +160,14 @@ class ActorWorker:
                 facts[COVARIANCE] = column(COVARIANCE)
             out = call(policy_loss, facts)
             losses = out.losses
-            stats: dict[str, Any] = {}
+            trainer = old if algorithm.old_logprobs == "trainer" else logprobs.detach()
+            apart = call(correction_weights, facts | {"old_logprobs": trainer, "sampled_logprobs": sampled})
+            stats: dict[str, Any] = {
+                "sampler_kl": apart.kl, "ratio": apart.ratio_total, "ratio_squares": apart.ratio_squares
+            }  # fmt: skip
             if algorithm.correction != "none":
-                reference = old if algorithm.old_logprobs == "trainer" else logprobs.detach()
-                weights = call(
-                    correction_weights, numbers | {"old_logprobs": reference, "sampled_logprobs": sampled, "mask": mask,
-                                                   "row": row, "n_rows": n},
-                )  # fmt: skip
-                losses = losses * weights.weights
-                stats |= {"weight": weights.total, "weight_squared": weights.squares, "weight_changed": weights.changed}
+                losses = losses * apart.weights
+                stats |= {"weight": apart.total, "weight_squares": apart.squares, "weight_changed": apart.changed}
             if "ref_logprobs" in micro and algorithm.kl_in == "loss" and lap.kl_coef:
                 losses = losses + lap.kl_coef * kl_estimate(
                     logprobs, column("ref_logprobs"), mask, algorithm.kl_estimator
@@ -186,6 +191,12 @@ class ActorWorker:
             return total, {k: float(v) for k, v in stats.items()}
 
         return loss
+
+
+def _effective_share(sums: Mapping[str, float], name: str) -> float | None:
+    """Effective sample size of importance weights as a share of the tokens (Kish)."""
+    squares, tokens = sums.get(f"{name}_squares"), sums.get("tokens")
+    return sums[name] ** 2 / squares / tokens if squares and tokens else None
 
 
 def _values(batch: Batch, name: str) -> Tensor:

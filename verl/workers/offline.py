@@ -6,6 +6,7 @@ token and divided by the mini-batch's global counts, so shares add over micro-ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -18,7 +19,7 @@ from verl.algorithms.reduce import reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch
 from verl.config.run import RunConfig
 from verl.engines.base import LossFn, TrainEngine
-from verl.seats import MiniBatch, Totals
+from verl.seats import MiniBatch, Totals, seat
 from verl.workers.lap import Lap
 from verl.workers.update import run_steps
 
@@ -35,6 +36,7 @@ class OfflineWorker:
 
     def __init__(self, engine: TrainEngine, cfg: RunConfig) -> None:
         self.engine, self.cfg = engine, cfg
+        self.temperature = cfg.rollout.temperature  # of the sampler in online DPO; 1 where nothing is sampled
         self.numbers = cfg.algorithm.model_dump()
 
     def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
@@ -53,14 +55,14 @@ class OfflineWorker:
             self.before_step(batch, mini)
             return lambda outputs, micro: self._counted(outputs, micro, mini.totals)
 
-        steps = run_steps(self.engine, batch, lap.mini_batches, loss_of, {self.want})
+        steps = run_steps(self.engine, batch, lap.mini_batches, loss_of, {self.want}, self.temperature)
         lap.metrics |= steps.policy_metrics() | self.means(steps.sums)
 
     def judge(self, batch: Batch, lap: Lap) -> dict[str, float]:
         """Loss and metrics of all rows with the weights as they are; no gradient, no step."""
         (mini,) = lap.mini_batches
         self.before_step(batch, mini)
-        out = self.engine.forward(batch, lap.micro_batches, frozenset({self.want}), 1.0)
+        out = self.engine.forward(batch, lap.micro_batches, frozenset({self.want}), self.temperature)
         rows = [i for micro in mini.ranks[0] for i in micro]
         with torch.no_grad():
             flat = {name: column.select(rows).values for name, column in out.items()}
@@ -81,9 +83,11 @@ class PairWorker(OfflineWorker):
 
     def prefer(self, batch: Batch, lap: Lap) -> None:
         """The best and the worst row of each group; the others leave the loss."""
-        preferred = preference.preferences_from_scores(batch.tensor("scores"), batch.tensor("group"))
-        batch["preferred"] = preferred
         mask = batch.ragged("response_mask")
+        in_loss = row_counts(mask.values, mask.row_index, len(batch)) > 0  # others can't be a side of a pair
+        scores = batch.tensor("scores").masked_fill(~in_loss, math.nan)
+        preferred = preference.preferences_from_scores(scores, batch.tensor("group"))
+        batch["preferred"] = preferred
         batch["response_mask"] = mask.with_values(mask.values & (preferred != 0)[mask.row_index])
         lap.metrics["preference/pairs"] = int((preferred > 0).sum())
 
@@ -117,9 +121,12 @@ class LabelWorker(OfflineWorker):
         own = [i for micro in mini.ranks[0] for i in micro]
         partner = {int(b): a for a, b in enumerate(batch.tensor(MISMATCHED).tolist()) if b >= 0}
         rows = batch.select([partner[i] for i in own])
-        size = self.cfg.micro_batch_size
-        micros = [list(range(i, min(i + size, len(rows)))) for i in range(0, len(rows), size)]
-        now = self.engine.forward(rows, micros, frozenset({"logprobs"}), 1.0)["logprobs"].values
+        seats = seat(
+            rows.ragged("prompt_ids").lengths.tolist(), rows.ragged("response_ids").lengths.tolist(),
+            rows.tensor("group").tolist(), ranks=1, mini_batch_rows=len(rows), micro_rows=self.cfg.micro_batch_size,
+            max_tokens=self.cfg.max_tokens_per_micro_batch,
+        )  # fmt: skip
+        now = self.engine.forward(rows, seats.rows(0), frozenset({"logprobs"}), self.temperature)["logprobs"].values
         gap = select(now - rows.ragged("ref_logprobs").values, rows.ragged(ANSWER_MASK).values)
         self.baseline = preference.kto_baseline(gap.sum(), len(rows))
 

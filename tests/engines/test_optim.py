@@ -82,12 +82,12 @@ def test_a_gradient_that_isnt_finite_changes_nothing_but_the_clock(bad):
     backward(named, 0)
     optimizer.step()
     before = [p.detach().clone() for _, p in named]
-    state = {n: t.clone() for n, t in optimizer.state()[0].items()}
+    state = {n: t.clone() for n, t in optimizer.state()[0]}
     backward(named, 1, scale=bad)
     norm, stepped = optimizer.step()
     assert not stepped and not math.isfinite(norm)
     assert all(torch.equal(p, b) for (_, p), b in zip(named, before, strict=True))
-    assert all(torch.equal(t, state[n]) for n, t in optimizer.state()[0].items())
+    assert all(torch.equal(t, state[n]) for n, t in optimizer.state()[0])
     assert optimizer.step_number == 2
 
 
@@ -131,7 +131,7 @@ def test_restoring_goes_on_bit_for_bit(dtype, name):
     optimizer = Optimizer(first, cfg, 4)
     run(first, optimizer, range(2))
     tensors, facts = optimizer.state()
-    tensors = {n: t.clone() for n, t in tensors.items()}
+    tensors = {n: t.clone() for n, t in tensors}
     second = [(n, nn.Parameter(p.detach().clone())) for n, p in first]
     again = Optimizer(second, cfg, 4)
     again.restore(tensors, facts)

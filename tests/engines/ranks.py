@@ -25,13 +25,17 @@ _ranks: list[tuple[BaseProcess, connection.Connection]] = []
 
 
 def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Results of ``function(*args)`` on each of ``n`` ranks. ``RuntimeError`` with the traceback of the first failure."""
+    """Results of ``function(*args)`` on each of ``n`` ranks. The first failure's traceback in a ``RuntimeError``."""
+    started = []
     while len(_ranks) < n:
         here, there = get_context("spawn").Pipe()
         process = get_context("spawn").Process(target=_serve, args=(there,), daemon=True)
         process.start()
         there.close()
         _ranks.append((process, here))
+        started.append(here)
+    for pipe in started:  # imports take their time, which is no call's
+        pipe.recv_bytes()
     with tempfile.TemporaryDirectory() as folder:
         for rank, (_, pipe) in enumerate(_ranks[:n]):
             pipe.send((function.__module__, function.__qualname__, pickle.dumps(args), folder, rank, n, timeout))
@@ -59,7 +63,10 @@ def _serve(pipe: connection.Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import verl.engines.fsdp  # noqa: F401 (the seconds of an import, once)
+
     torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
     while True:
         try:
             module, name, args, folder, rank, n, timeout = pipe.recv()

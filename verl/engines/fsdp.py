@@ -110,7 +110,8 @@ class FsdpEngine:
                 mine.add(stats)
                 tokens += int(mask.select(rows).values.sum())
             else:
-                loss = 0.0 * sum(x.sum() for x in self._outputs(_padding(batch), want, temperature).values())
+                outputs = self._outputs(_padding(batch), want, temperature)
+                loss = 0.0 * torch.stack([x.sum() for x in outputs.values()]).sum()
             loss.backward()
         self.module.eval()
         self.spread.release()

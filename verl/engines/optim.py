@@ -176,7 +176,7 @@ def _into(master: nn.Parameter):
     def move(p: Tensor) -> None:
         grad = p.grad
         assert grad is not None
-        if isinstance(p, DTensor) and grad.placements != p.placements:
+        if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements != p.placements:
             grad = grad.redistribute(placements=p.placements)
         if not isinstance(master, DTensor):
             grad = local(grad)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -50,14 +50,12 @@ def shard(module: Policy | Value, mesh: DeviceMesh, strategy: Sharding, compute_
     # gradients of micro-batches add up, and are reduced over ranks, in float32
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     again = strategy != "SHARD_GRAD_OP"
-    if isinstance(module, Value):  # float32 whatever the backbone is, and a group has one dtype
+    if isinstance(module, Value):  # its head is float32 whatever the backbone is, and a group has one dtype
         fully_shard(module.value_head, mesh=data, reshard_after_forward=again)
     for layer in _layers(module.backbone):
         fully_shard(layer, mesh=data, reshard_after_forward=again, mp_policy=policy)
     # the backward pass begins with these, so they stay whole between the passes
     fully_shard(module, mesh=data, reshard_after_forward=False, mp_policy=policy)
-    if isinstance(module, Policy):  # a critic on the policy's backbone calls this by itself
-        register_fsdp_forward_method(module, "hidden")
     for unit in units(module):  # losses are shares that add, so gradients are summed, not averaged
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -69,6 +69,6 @@ def _styles(path: str, part: nn.Module, style: str) -> dict[str, ParallelStyle]:
     kind = ColwiseParallel if style == "colwise" else RowwiseParallel
     if not isinstance(part, BaseTunerLayer):
         return {path: kind()}
-    adapters = part.lora_B if style == "colwise" else part.lora_A
     side = "lora_B" if style == "colwise" else "lora_A"
+    adapters = dict(part.get_submodule(side).named_children())
     return {f"{path}.base_layer": kind(), **{f"{path}.{side}.{adapter}": kind() for adapter in adapters}}

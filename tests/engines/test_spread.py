@@ -22,7 +22,7 @@ from tests.tiny import f_gpt2, f_llama
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.fsdp import FsdpEngine
-from verl.engines.sharding import Sharding, device_mesh
+from verl.engines.sharding import Sharding, device_mesh, local
 from verl.layout import Layout
 from verl.models.value import HIDDEN, SharedValue, Value
 from verl.seats import seat
@@ -259,6 +259,26 @@ def test_gradients_are_reduced_once_per_optimizer_step(sharding):
     assert one[reducing] == many[reducing] > 0
     if sharding != "FULL_SHARD":  # which alone gathers parameters again for each pass
         assert one == many
+
+
+def held(case: Case) -> list[float]:
+    """Share of the policy's elements on this rank after a forward pass, and after an update."""
+    e, data = engine(case), rows()
+    module = e.module.policy if case.kind == "shared" else e.module
+    shares = []
+    for work in (
+        lambda: e.forward(data, [[0, 1, 2, 3, 4, 5]], case.want, 1.0),
+        lambda: e.update(data, mine(case), loss_fn, case.want, 1.0),
+    ):
+        work()
+        here = [(local(p).numel(), p.numel()) for p in module.parameters()]
+        shares.append(sum(part for part, _ in here) / sum(whole for _, whole in here))
+    return shares
+
+
+@pytest.mark.parametrize("case", [Case(), Case("SHARD_GRAD_OP"), Case("SHARD_GRAD_OP", kind="shared")], ids=named)
+def test_between_calls_a_rank_holds_its_part_alone(case):
+    assert run(2, held, case) == [[0.5, 0.5]] * 2
 
 
 @pytest.mark.parametrize("case", [Case(), Case("NO_SHARD"), Case(tp=2)], ids=named)

@@ -171,7 +171,7 @@ class FsdpEngine:
 def _padding(batch: Batch) -> Batch:
     """One row of one prompt and one response token, which takes ``batch``'s rows' way through the module."""
     row = Batch(["padding"])
-    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[0]])
+    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[1]])
     if HIDDEN in batch:
         hidden = batch.ragged(HIDDEN).values
         row[HIDDEN] = Ragged.from_rows([hidden.new_zeros(1, hidden.shape[1])])

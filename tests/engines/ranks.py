@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a process of its own, over gloo.
+"""Runs a function on several ranks, each a process of its own, over gloo (or NCCL, with a GPU for each rank).
 
 ``run(4, f, x)`` calls ``f(x)`` in four processes that form one process group, and gives their results by rank. ``f`` is
 named by module and name, so it must be a module's own function. The processes stay for the next call (a start costs
@@ -24,7 +24,7 @@ TIMEOUT = 100  # seconds of one call
 _ranks: list[tuple[BaseProcess, connection.Connection]] = []
 
 
-def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, backend: str = "gloo") -> list[Any]:
     """Results of ``function(*args)`` on each of ``n`` ranks. The first failure's traceback in a ``RuntimeError``."""
     started = []
     while len(_ranks) < n:
@@ -38,7 +38,8 @@ def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEO
         pipe.recv_bytes()
     with tempfile.TemporaryDirectory() as folder:
         for rank, (_, pipe) in enumerate(_ranks[:n]):
-            pipe.send((function.__module__, function.__qualname__, pickle.dumps(args), folder, rank, n, timeout))
+            call = function.__module__, function.__qualname__, pickle.dumps(args)
+            pipe.send((*call, folder, rank, n, timeout, backend))
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(_ranks[:n])}
         results: list[Any] = [None] * n
         end = time.monotonic() + timeout
@@ -69,13 +70,14 @@ def _serve(pipe: connection.Connection) -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            module, name, args, folder, rank, n, timeout = pipe.recv()
+            module, name, args, folder, rank, n, timeout, backend = pipe.recv()
         except EOFError:
             return
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n, timeout=timedelta(seconds=timeout)
-            )
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            meet, limit = f"file://{folder}/meet", timedelta(seconds=timeout)
+            dist.init_process_group(backend, init_method=meet, rank=rank, world_size=n, timeout=limit)
             try:
                 answer = True, getattr(importlib.import_module(module), name)(*pickle.loads(args))
             finally:

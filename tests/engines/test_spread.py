@@ -41,6 +41,7 @@ def qwen(name: str):
 
 # a key's bias moves no attention weight: its gradient is rounding alone, which Adam would blow up to whole steps
 PLAIN = OptimizerConfig(name="sgd", lr=0.05)
+MUON = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1)
 MODELS = {
     "llama": f_llama,
     "tied": lambda: f_llama(tied=True, kv_heads=1),
@@ -76,12 +77,15 @@ def engine(case: Case) -> FsdpEngine:
     """On every rank of the process group, or alone without one."""
     mesh = None
     if dist.is_initialized():
-        mesh = device_mesh(Layout.of(dist.get_world_size(), tp=case.tp), "cpu", case.replicas)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mesh = device_mesh(Layout.of(dist.get_world_size(), tp=case.tp), device, case.replicas)
     spread = {"mesh": mesh, "sharding": case.sharding} if mesh else {}
     if mesh and case.compute_dtype:
         spread["compute_dtype"] = getattr(torch, case.compute_dtype)
     torch.manual_seed(0)  # peft draws A from the global state
     module: Any = policy(MODELS[case.model](), getattr(torch, case.dtype), use_lora=case.kind == "lora", lora_r=3)
+    if mesh:
+        module.to(mesh.device_type)
     if case.kind == "shared":  # its backbone is spread by the actor's engine
         FsdpEngine(module, case.optimizer, None, case.recompute, **spread)
         module = SharedValue(module)
@@ -136,7 +140,11 @@ def train(case: Case, poison: dict[str, int] | None = None, cut: list | None = N
         local[HIDDEN] = out.pop("hidden")
     reports = [e.update(local, cut, loss_fn, case.want, 0.8) for _ in range(case.steps)]
     outputs = {name: dict(zip(order, map(torch.clone, column.rows()), strict=True)) for name, column in out.items()}
-    return {"outputs": outputs, "reports": reports, "shards": {n: t.detach().clone() for n, t in e.shards()}}
+    return {
+        "outputs": outputs,
+        "reports": reports,
+        "shards": {n: t.detach().to("cpu", copy=True) for n, t in e.shards()},
+    }
 
 
 def agree(alone: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
@@ -221,6 +229,8 @@ def test_the_same_numbers_however_the_rows_are_cut(micro_rows, share_prompts, re
         (2, Case("SHARD_GRAD_OP", kind="shared")),
         (2, Case("NO_SHARD", tp=2, kind="shared")),
         (4, Case(tp=2, kind="shared")),
+        (4, Case(tp=2, optimizer=MUON)),
+        (2, Case(optimizer=OptimizerConfig(name=torch.optim.NAdam, lr=1e-2))),
     ],
     ids=named,
 )
@@ -352,7 +362,7 @@ def saved(case: Case, start: Saved | None = None) -> Saved:
         e.restore(*start)
     for _ in range(case.steps):
         e.update(rows(), mine(case), loss_fn, case.want, 0.8)
-    shards = {name: t.detach().clone() for name, t in e.shards()}
+    shards = {name: t.detach().to("cpu", copy=True) for name, t in e.shards()}
     return shards, *e.state()
 
 
@@ -361,8 +371,15 @@ DECAYING = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=2)
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"kind": "lora"}, {"kind": "value", "optimizer": PLAIN}, {"dtype": "bfloat16"}],
-    ids=["policy", "lora", "value", "bf16"],
+    [
+        {},
+        {"kind": "lora"},
+        {"kind": "value", "optimizer": PLAIN},
+        {"dtype": "bfloat16"},
+        {"optimizer": MUON},
+        {"optimizer": OptimizerConfig(name=torch.optim.NAdam, lr=1e-2)},
+    ],
+    ids=["policy", "lora", "value", "bf16", "muon", "user's"],
 )
 def test_what_n_ranks_saved_goes_on_on_m_ranks(change):
     case = Case(optimizer=DECAYING, steps=2)

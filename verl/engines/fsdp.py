@@ -69,7 +69,9 @@ class FsdpEngine:
         self.spread = Spread(module, mesh, sharding, compute_dtype)
         self.optimizer = None
         if trains:
-            self.optimizer = Optimizer(module.trainable(), optimizer, total_optimizer_steps, self.spread.ranks)
+            self.optimizer = Optimizer(
+                module.trainable(), optimizer, total_optimizer_steps, self.spread.ranks, _matrices(module)
+            )
 
     def forward(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
@@ -176,6 +178,19 @@ def _padding(batch: Batch) -> Batch:
         hidden = batch.ragged(HIDDEN).values
         row[HIDDEN] = Ragged.from_rows([hidden.new_zeros(1, hidden.shape[1])])
     return row
+
+
+def _matrices(module: Policy | Value | SharedValue) -> set[str]:
+    """Names of the backbone's trained matrices, embeddings (and a head tied to them) left out."""
+    if isinstance(module, SharedValue):
+        return set()
+    inner = {
+        id(p)
+        for part in module.backbone.modules()
+        if not isinstance(part, nn.Embedding)
+        for p in part.parameters(recurse=False)
+    }
+    return {name for name, p in module.trainable() if p.ndim == 2 and id(p) in inner}
 
 
 def _recompute_layers(backbone: nn.Module) -> None:

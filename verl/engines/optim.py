@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
+from verl.engines.muon import Muon
 from verl.engines.sharding import copies, distributed, local, part_of, whole
 
 
@@ -31,7 +32,7 @@ def learning_rate(cfg: OptimizerConfig, step: int, total: int | None) -> float:
 
 
 class Optimizer:
-    """AdamW, SGD or a user's own over named parameters.
+    """AdamW, SGD, Muon or a user's own over named parameters.
 
     A parameter of fewer digits than float32 has a float32 *master* here. Its gradients are added up in the master's
     as they arrive (so micro-batches lose no digits and no second gradient is kept), the step changes the master, and
@@ -45,10 +46,16 @@ class Optimizer:
         named: parameters by the names of their state.
         total_steps: for schedules that end.
         ranks: of all that share the parameters, each with a gradient of the same kind: see `square_sum`.
+        matrices: names of what ``muon`` steps (a backbone's matrices); the rest has AdamW.
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, total_steps: int | None, ranks: int = 1
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        cfg: OptimizerConfig,
+        total_steps: int | None,
+        ranks: int = 1,
+        matrices: Container[str] = (),
     ) -> None:
         self.cfg, self.total_steps, self.ranks = cfg, total_steps, ranks
         self.step_number = 0  # updates so far, skipped ones too: the schedule ends with the run
@@ -65,20 +72,26 @@ class Optimizer:
                 self._rounded[name] = own.detach()
             p.register_post_accumulate_grad_hook(_into(master))
         learning_rate(cfg, cfg.warmup_steps, total_steps)  # a schedule without an end shows now, not after the warm-up
-        self._torch = self._build()
+        self._torch = self._build(matrices)
 
-    def _build(self) -> torch.optim.Optimizer:
-        cfg, masters = self.cfg, list(self.masters.values())
+    def _build(self, matrices: Container[str]) -> list[torch.optim.Optimizer]:
+        cfg, masters = self.cfg, dict(self.masters)
         if callable(cfg.name):
-            return cfg.name(masters, lr=cfg.lr)
+            return [cfg.name(list(masters.values()), lr=cfg.lr)]
+        built: list[torch.optim.Optimizer] = []
+        if cfg.name == "muon":
+            likes = {masters.pop(name): p for name, p in self.params.items() if name in matrices}
+            built += [Muon(likes, cfg.lr, cfg.weight_decay)] if likes else []
         groups = [
-            {"params": [p for p in masters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-            {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+            {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
+        if not groups:
+            return built
         if cfg.name == "sgd":
-            return torch.optim.SGD(groups, lr=cfg.lr, fused=True)
-        return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+            return [torch.optim.SGD(groups, lr=cfg.lr, fused=True)]
+        return [*built, torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)]
 
     @property
     def lr(self) -> float:
@@ -106,9 +119,10 @@ class Optimizer:
             grads = [local(p.grad) for p in self.masters.values() if p.grad is not None]
             if norm > self.cfg.max_grad_norm:
                 torch._foreach_mul_(grads, self.cfg.max_grad_norm / norm)
-            for group in self._torch.param_groups:
-                group["lr"] = self.lr
-            self._torch.step()
+            for optimizer in self._torch:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.lr
+                optimizer.step()
             self._round()
         self.skip()
         return norm, finite
@@ -122,7 +136,8 @@ class Optimizer:
 
     def skip(self) -> None:
         """An update without a step: only the schedule moves on."""
-        self._torch.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
         self.step_number += 1
 
     def state(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
@@ -135,8 +150,9 @@ class Optimizer:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._rounded:
             yield f"master/{name}", whole(self.masters[name].detach(), self.params[name])
+        states = {master: state for optimizer in self._torch for master, state in optimizer.state.items()}
         for name, master in self.masters.items():
-            for kind, value in self._torch.state.get(master, {}).items():
+            for kind, value in states.get(master, {}).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
@@ -165,8 +181,10 @@ class Optimizer:
             else:  # step counters stay where fused kernels want them: with their parameter
                 states.setdefault(master, {})[kind] = mine.to(master.device, copy=True)
         self._round()
-        self._torch.state.clear()
-        self._torch.state.update(states)
+        for optimizer in self._torch:
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            optimizer.state.clear()
+            optimizer.state.update({master: state for master, state in states.items() if master in own})
         self.step_number = int(facts["step"])
 
 

@@ -14,10 +14,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW or SGD with a learning-rate schedule that ends at the last optimizer step."""
+    """AdamW, SGD or Muon with a learning-rate schedule that ends at the last optimizer step."""
 
-    name: Literal["adamw", "sgd"] | Callable[..., Any] = Field(
-        "adamw", description="or, from Python, a factory called as `factory(parameters, lr=lr)`"
+    name: Literal["adamw", "sgd", "muon"] | Callable[..., Any] = Field(
+        "adamw",
+        description="muon: for the backbone's matrices, adamw for the rest; or, from Python, a factory called as "
+        "`factory(parameters, lr=lr)`",
     )
     lr: float = Field(1e-6, ge=0, examples=[1e-6, 3e-5], description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(

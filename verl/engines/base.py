@@ -39,7 +39,9 @@ class UpdateReport:
 
 
 class TrainEngine(Protocol):
-    """Computes on rows of a batch: columns ``prompt_ids``, ``response_ids``, ``response_mask`` and, where rows share
+    """With several ranks, each has such an engine, with rows of its own, and all call the same methods together.
+
+    Computes on rows of a batch: columns ``prompt_ids``, ``response_ids``, ``response_mask`` and, where rows share
     their prompt, ``group``. ``micro_batches`` are row numbers; rows of one micro-batch are computed together."""
 
     def forward(
@@ -58,13 +60,16 @@ class TrainEngine(Protocol):
         want: frozenset[str],
         temperature: float,
     ) -> UpdateReport:
-        """One optimizer step on the sum of the micro-batches' losses."""
+        """One optimizer step on the sum of the micro-batches' losses, over all ranks; all get the same report."""
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained model's weights under Hugging Face's names (with LoRA the adapter's); the tensors themselves."""
+        """The trained model's weights under Hugging Face's names (with LoRA the adapter's): whole tensors, one at a
+        time, or the parameters themselves where they are whole already. Every rank iterates to the end."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer: tensors by ``kind/parameter name``, and what JSON can hold."""
+        """The optimizer: tensors by ``kind/parameter name``, whole, and what JSON can hold. With several ranks the
+        first has the tensors, and the others none."""
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Take back what ``shards`` and ``state`` gave: training goes on bit for bit."""
+        """Take back what ``shards`` and ``state`` gave on any number of ranks; every rank is given all of it. On as
+        many ranks training goes on bit for bit."""

@@ -1,4 +1,4 @@
-"""PyTorch training engine. This form computes in one process on one device."""
+"""PyTorch training engine: one process alone, or one of many ranks over FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, UpdateReport
 from verl.engines.optim import Optimizer
+from verl.engines.sharding import Sharding, distributed, whole
+from verl.engines.spread import Spread
 from verl.models.packing import Packed, pack
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
@@ -22,12 +25,31 @@ from verl.models.value import HIDDEN, SharedValue, Value
 class FsdpEngine:
     """A ``TrainEngine`` around one model.
 
+    With a ``mesh`` this is one of its ranks. ``module`` must be the same on every rank; a rank's batches hold rows of
+    its own (ranks that differ in ``tp`` alone: the same rows). All ranks call every method together, ``forward`` and
+    ``update`` with equally many micro-batches, and iterate ``shards`` to its end. An empty micro-batch is computed on
+    one made-up row at zero weight, so that a rank without rows keeps step. Numbers don't depend on the mesh.
+
+    Parameters keep their dtype, and of bf16 ones the optimizer holds fp32 masters. That is the default because one
+    process and every sharding then compute alike, and whoever reads the parameters (generation, publishing) finds them
+    ready. ``compute_dtype`` is FSDP2's own way: parameters are fp32 and are rounded when they are gathered. It saves
+    the rounded copy and keeps the reduced gradient's digits, but only sharded parameters can be used so.
+
+    Gradients are reduced over ranks once per optimizer step. The price under FSDP: with more than one micro-batch per
+    step, each rank adds up a whole fp32 gradient before it is reduced.
+
     Args:
         module: what is trained; one with no trainable parameter (a reference) can only ``forward``.
         optimizer: how.
         total_optimizer_steps: of the whole run, for schedules that end; ``None``: unknown.
         gradient_checkpointing: while training, keep only each layer's input and compute the layer again in the
             backward pass.
+        mesh: the ranks that train this module (``sharding.device_mesh``); ``None``: this process alone.
+        sharding: what each rank of the mesh holds.
+        compute_dtype: of sharded fp32 parameters while they compute; ``None``: their own.
+
+    Raises:
+        RequestError: the model can't be checkpointed, cut or sharded as asked.
     """
 
     def __init__(
@@ -36,12 +58,21 @@ class FsdpEngine:
         optimizer: OptimizerConfig,
         total_optimizer_steps: int | None = None,
         gradient_checkpointing: bool = False,
+        mesh: DeviceMesh | None = None,
+        sharding: Sharding = "FULL_SHARD",
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
-        trainable = list(module.trainable())
-        self.optimizer = Optimizer(trainable, optimizer, total_optimizer_steps) if trainable else None
-        if gradient_checkpointing and trainable and not isinstance(module, SharedValue):
+        trains = any(True for _ in module.trainable())
+        if gradient_checkpointing and trains and not isinstance(module, SharedValue):
             _recompute_layers(module.backbone)
+        # before the optimizer: it holds this rank's part of each parameter
+        self.spread = Spread(module, mesh, sharding, compute_dtype)
+        self.optimizer = None
+        if trains:
+            self.optimizer = Optimizer(
+                module.trainable(), optimizer, total_optimizer_steps, self.spread.ranks, _matrices(module)
+            )
 
     def forward(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
@@ -54,8 +85,10 @@ class FsdpEngine:
         self.module.eval()
         with torch.no_grad():
             for rows in micro_batches:
-                for name, values in self._outputs(batch.select(rows), want, temperature).items():
-                    parts[name].append(values.to(home))
+                micro = batch.select(rows) if rows else _padding(batch)
+                for name, values in self._outputs(micro, want, temperature).items():
+                    parts[name].append(values.to(home) if rows else values[:0].to(home))
+        self.spread.release()
         lengths = batch.ragged("response_ids").lengths
         back = torch.tensor(order).argsort().tolist()
         return {name: Ragged(torch.cat(values), lengths[order]).select(back) for name, values in parts.items()}
@@ -70,32 +103,57 @@ class FsdpEngine:
     ) -> UpdateReport:
         if self.optimizer is None:
             raise RuntimeError("this engine's model has no trainable parameter")
-        report = UpdateReport(lr=self.optimizer.lr)
-        mask = batch.ragged("response_mask")
-        if not any(mask.select(rows).values.any() for rows in micro_batches):
+        mask, mine, tokens = batch.ragged("response_mask"), UpdateReport(), 0
+        self.module.train()
+        for number, rows in enumerate(micro_batches, 1):
+            self.spread.begin_pass(last=number == len(micro_batches))
+            if rows:
+                micro = batch.select(rows)
+                loss, stats = loss_fn(self._outputs(micro, want, temperature), micro)
+                mine.add(stats)
+                tokens += int(mask.select(rows).values.sum())
+            else:
+                outputs = self._outputs(_padding(batch), want, temperature)
+                loss = 0.0 * torch.stack([x.sum() for x in outputs.values()]).sum()
+            loss.backward()
+        self.module.eval()
+        self.spread.release()
+        self.spread.reduce(self.optimizer.masters)
+
+        report, square_sum, tokens_of_all = UpdateReport(lr=self.optimizer.lr), 0.0, 0
+        for share in self.spread.gather(mine.stats, tokens, self.optimizer.square_sum()):
+            report.add(share.stats)
+            tokens_of_all += share.tokens
+            square_sum += share.square_sum
+        if tokens_of_all:
+            report.grad_norm, stepped = self.optimizer.step(square_sum)
+            report.skipped = None if stepped else "nonfinite"
+        else:
             self.optimizer.skip()
             report.skipped = "empty"
-            return report
-        self.module.train()
-        for rows in micro_batches:
-            micro = batch.select(rows)
-            loss, stats = loss_fn(self._outputs(micro, want, temperature), micro)
-            loss.backward()
-            report.add(stats)
-        self.module.eval()
-        report.grad_norm, stepped = self.optimizer.step()
-        if not stepped:
-            report.skipped = "nonfinite"
         return report
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
-        return self.module.shards()
+        for name, tensor in self.module.shards():
+            yield name, whole(tensor.detach(), tensor)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.optimizer.state() if self.optimizer else ({}, {})
+        """As ``TrainEngine.state``; with a mesh, whole tensors on the first rank's CPU and none on the others."""
+        if self.optimizer is None:
+            return {}, {}
+        tensors, facts = self.optimizer.state()
+        if self.spread.mesh is None:
+            return dict(tensors), facts
+        kept = {}
+        for name, tensor in tensors:  # one is whole at a time
+            if self.spread.first:
+                kept[name] = tensor.cpu()
+        return kept, facts
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.module.load(shards)
+        """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""
+        own = dict(self.module.shards())
+        self.module.load({name: distributed(t, own[name]) if name in own else t for name, t in shards.items()})
         if self.optimizer:
             self.optimizer.restore(tensors, facts)
 
@@ -111,6 +169,29 @@ class FsdpEngine:
         groups = rows.tensor("group").tolist() if "group" in rows else None
         prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
         return pack(prompts, responses, groups, ends=self.module.reads_ends)
+
+
+def _padding(batch: Batch) -> Batch:
+    """One row of one prompt and one response token, which takes ``batch``'s rows' way through the module."""
+    row = Batch(["padding"])
+    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[1]])
+    if HIDDEN in batch:
+        hidden = batch.ragged(HIDDEN).values
+        row[HIDDEN] = Ragged.from_rows([hidden.new_zeros(1, hidden.shape[1])])
+    return row
+
+
+def _matrices(module: Policy | Value | SharedValue | Scorer) -> set[str]:
+    """Names of the backbone's trained matrices, embeddings (and a head tied to them) left out."""
+    if isinstance(module, SharedValue):
+        return set()
+    inner = {
+        id(p)
+        for part in module.backbone.modules()
+        if not isinstance(part, nn.Embedding)
+        for p in part.parameters(recurse=False)
+    }
+    return {name for name, p in module.trainable() if p.ndim == 2 and id(p) in inner}
 
 
 def _recompute_layers(backbone: nn.Module) -> None:

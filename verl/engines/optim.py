@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
+from verl.engines.muon import Muon
+from verl.engines.sharding import copies, distributed, local, part_of, whole
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total: int | None) -> float:
@@ -29,108 +32,159 @@ def learning_rate(cfg: OptimizerConfig, step: int, total: int | None) -> float:
 
 
 class Optimizer:
-    """AdamW, SGD or a user's own over named parameters.
+    """AdamW, SGD, Muon or a user's own over named parameters.
 
     A parameter of fewer digits than float32 has a float32 *master* here. Its gradients are added up in the master's
     as they arrive (so micro-batches lose no digits and no second gradient is kept), the step changes the master, and
     the rounded result is written into the parameter in place: whoever computes with the parameter sees it at once.
     A float32 parameter is its own master. One-dimensional parameters (norms, biases) have no weight decay.
+
+    Of a sharded parameter (a ``DTensor``) each rank steps its own part, as a plain tensor. A user's own optimizer gets
+    the ``DTensor`` itself, so that what it does with whole matrices stays right.
+
+    Args:
+        named: parameters by the names of their state.
+        total_steps: for schedules that end.
+        ranks: of all that share the parameters, each with a gradient of the same kind: see `square_sum`.
+        matrices: names of what ``muon`` steps (a backbone's matrices); the rest has AdamW.
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], cfg: OptimizerConfig, total_steps: int | None
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        cfg: OptimizerConfig,
+        total_steps: int | None,
+        ranks: int = 1,
+        matrices: Container[str] = (),
     ) -> None:
-        self.cfg, self.total_steps = cfg, total_steps
+        self.cfg, self.total_steps, self.ranks = cfg, total_steps, ranks
         self.step_number = 0  # updates so far, skipped ones too: the schedule ends with the run
+        self.params = dict(named)
         self.masters: dict[str, nn.Parameter] = {}
-        self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, its master)
-        for name, p in named:
-            if p.dtype == torch.float32:
+        self._rounded: dict[str, Tensor] = {}  # what is written after a step, by the name of its master
+        for name, p in self.params.items():
+            own = p if callable(cfg.name) else local(p)
+            if own is p and p.dtype == torch.float32:
                 self.masters[name] = p
                 continue
-            master = self.masters[name] = nn.Parameter(p.detach().float())
-            self._rounded.append((p, master))
+            master = self.masters[name] = nn.Parameter(own.detach().float())  # float32 shards: the same memory
+            if p.dtype != torch.float32:
+                self._rounded[name] = own.detach()
             p.register_post_accumulate_grad_hook(_into(master))
         learning_rate(cfg, cfg.warmup_steps, total_steps)  # a schedule without an end shows now, not after the warm-up
-        self._torch = self._build()
+        self._torch = self._build(matrices)
 
-    def _build(self) -> torch.optim.Optimizer:
-        cfg, masters = self.cfg, list(self.masters.values())
+    def _build(self, matrices: Container[str]) -> list[torch.optim.Optimizer]:
+        cfg, masters = self.cfg, dict(self.masters)
         if callable(cfg.name):
-            return cfg.name(masters, lr=cfg.lr)
+            return [cfg.name(list(masters.values()), lr=cfg.lr)]
+        built: list[torch.optim.Optimizer] = []
+        if cfg.name == "muon":
+            likes = {masters.pop(name): p for name, p in self.params.items() if name in matrices}
+            built += [Muon(likes, cfg.lr, cfg.weight_decay)] if likes else []
         groups = [
-            {"params": [p for p in masters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-            {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+            {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
+        if not groups:
+            return built
         if cfg.name == "sgd":
-            return torch.optim.SGD(groups, lr=cfg.lr, fused=True)
-        return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+            return [torch.optim.SGD(groups, lr=cfg.lr, fused=True)]
+        return [*built, torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)]
 
     @property
     def lr(self) -> float:
         """Of the next update."""
         return learning_rate(self.cfg, self.step_number, self.total_steps)
 
-    def step(self) -> tuple[float, bool]:
+    def square_sum(self) -> float:
+        """Of the gradient's elements on this rank; those that n ranks hold count 1/n each, so that the sum over all
+        ranks is the squared norm of the gradient."""
+        named = [(name, local(p.grad)) for name, p in self.masters.items() if p.grad is not None]
+        if not named:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in named])).double()
+        share = torch.tensor([1 / copies(self.params[name], self.ranks) for name, _ in named], dtype=torch.float64)
+        return norms.square().dot(share.to(norms.device)).item()
+
+    def step(self, square_sum: float | None = None) -> tuple[float, bool]:
         """``(gradient norm before clipping, whether a step was made)``; none is made when the norm isn't finite.
 
-        Gradients are gone afterwards.
+        ``square_sum``: over all ranks (default: this one is all). Gradients are gone afterwards.
         """
-        grads = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads).item() if grads else 0.0
+        norm = math.sqrt(self.square_sum() if square_sum is None else square_sum)
         finite = math.isfinite(norm)
         if finite:
+            grads = [local(p.grad) for p in self.masters.values() if p.grad is not None]
             if norm > self.cfg.max_grad_norm:
                 torch._foreach_mul_(grads, self.cfg.max_grad_norm / norm)
-            for group in self._torch.param_groups:
-                group["lr"] = self.lr
-            self._torch.step()
-            if self._rounded:
-                with torch.no_grad():
-                    torch._foreach_copy_([p for p, _ in self._rounded], [m for _, m in self._rounded])
+            for optimizer in self._torch:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.lr
+                optimizer.step()
+            self._round()
         self.skip()
         return norm, finite
 
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Masters into their parameters."""
+        if self._rounded:
+            pairs = [(local(own), local(self.masters[name])) for name, own in self._rounded.items()]
+            torch._foreach_copy_([own for own, _ in pairs], [master for _, master in pairs])
+
     def skip(self) -> None:
         """An update without a step: only the schedule moves on."""
-        self._torch.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
         self.step_number += 1
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors ``kind/parameter name`` (``master/...`` where the parameter is rounded) and ``{"step": int}``."""
-        rounded = {id(master) for _, master in self._rounded}
-        tensors = {f"master/{n}": m.detach() for n, m in self.masters.items() if id(m) in rounded}
+    def state(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """Tensors as ``kind/parameter name`` (``master/...`` where the parameter is rounded) and ``{"step": int}``.
+
+        Sharded tensors become whole as they are asked for, one at a time, and every rank has to ask.
+        """
+        return self._tensors(), {"step": self.step_number}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._rounded:
+            yield f"master/{name}", whole(self.masters[name].detach(), self.params[name])
+        states = {master: state for optimizer in self._torch for master, state in optimizer.state.items()}
         for name, master in self.masters.items():
-            for kind, value in self._torch.state.get(master, {}).items():
+            for kind, value in states.get(master, {}).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
                     raise RunError(
                         f"the optimizer keeps {kind} of {name} as {type(value).__name__}, only tensors are saved"
                     )
-                tensors[f"{kind}/{name}"] = value
-        return tensors, {"step": self.step_number}
+                yield f"{kind}/{name}", whole(value, self.params[name]) if value.shape == master.shape else value
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave; ``RunError`` for tensors of parameters that don't exist."""
-        rounded = {id(master): p for p, master in self._rounded}
+        """Take back what ``state`` gave, whole tensors; ``RunError`` for tensors of parameters that don't exist."""
         states: dict[Tensor, dict[str, Tensor]] = {}
-        missing = {f"master/{n}" for n, m in self.masters.items() if id(m) in rounded} - tensors.keys()
+        missing = {f"master/{name}" for name in self._rounded} - tensors.keys()
         if missing:
             raise RunError(f"the optimizer's state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:8])}")
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if name not in self.masters:
                 raise RunError(f"the optimizer's state has {key!r}, but no such parameter is trained")
-            master = self.masters[name]
+            master, p = self.masters[name], self.params[name]
+            mine = tensor.detach()
+            if tensor.shape == p.shape:
+                mine = distributed(mine, p) if isinstance(master, DTensor) else part_of(mine, p)
             if kind == "master":
                 with torch.no_grad():
-                    rounded[id(master)].copy_(master.copy_(tensor))
+                    master.copy_(mine)
             else:  # step counters stay where fused kernels want them: with their parameter
-                states.setdefault(master, {})[kind] = tensor.detach().to(master.device, copy=True)
-        self._torch.state.clear()
-        self._torch.state.update(states)
+                states.setdefault(master, {})[kind] = mine.to(master.device, copy=True)
+        self._round()
+        for optimizer in self._torch:
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            optimizer.state.clear()
+            optimizer.state.update({master: state for master, state in states.items() if master in own})
         self.step_number = int(facts["step"])
 
 
@@ -138,11 +192,16 @@ def _into(master: nn.Parameter):
     """Hook that moves a finished gradient into its master's."""
 
     def move(p: Tensor) -> None:
-        assert p.grad is not None
+        grad = p.grad
+        assert grad is not None
+        if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements != p.placements:
+            grad = grad.redistribute(placements=p.placements)
+        if not isinstance(master, DTensor):
+            grad = local(grad)
         if master.grad is None:
-            master.grad = p.grad.float()
+            master.grad = grad.float()
         else:
-            master.grad += p.grad
+            master.grad += grad
         p.grad = None
 
     return move

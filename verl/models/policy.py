@@ -102,10 +102,13 @@ class Policy(Decoder):
     def forward(self, packed: Packed, targets: Tensor, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Log-probability and entropy (nats) of response tokens ``targets [R]`` under the tempered density.
 
-        ``want`` names the outputs, of ``logprobs`` and ``entropy``, each ``[R]`` in float32.
+        ``want`` names the outputs, of ``logprobs`` and ``entropy``, each ``[R]`` in float32; or only ``hidden``, the
+        states ``[R, D]`` that they come from.
         """
-        known(want, {"logprobs", "entropy"})
+        known(want, {"hidden"} if "hidden" in want else {"logprobs", "entropy"})
         hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
+        if "hidden" in want:
+            return {"hidden": hidden}
         logprobs, entropy = token_logprobs(
             hidden,
             self.head_weight,

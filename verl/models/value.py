@@ -103,12 +103,11 @@ class SharedValue(_Valuing):
 
         Given these again as ``hidden`` (the backbone not having changed meanwhile), ``packed`` isn't looked at.
         """
-        del targets, temperature
         known(want, {"values", "hidden"})
         if hidden is None:
             assert packed is not None, "either packed rows or their hidden states"
-            with torch.no_grad():
-                hidden = self.policy.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
+            with torch.no_grad():  # the policy's own forward: it may be sharded, and is whole only then
+                hidden = self.policy(packed, targets, frozenset({"hidden"}), temperature)["hidden"]
         out = {"hidden": hidden}
         if "values" in want:
             out["values"] = self.value_head(hidden)

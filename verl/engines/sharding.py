@@ -1,0 +1,119 @@
+"""Spreading a module's parameters over ranks, and the way between a whole tensor and a rank's part of it.
+
+A mesh has dimensions out of ``replicate``, ``dp`` and ``tp``, in this order. Ranks that differ in ``tp`` compute the
+same rows together; all others compute rows of their own. Parameters are sharded over ``dp``, once per ``replicate``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl.config.errors import RequestError
+from verl.layout import Layout
+from verl.models.policy import Policy
+from verl.models.scorer import Scorer
+from verl.models.value import Value
+
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+"""What each data-parallel rank holds: a part of everything, and gathers a layer's parameters when it computes the layer
+(FULL_SHARD); the same, but keeps what it gathered until the optimizer step (SHARD_GRAD_OP); FULL_SHARD within groups of
+ranks and copies over groups (HYBRID_SHARD); everything (NO_SHARD)."""
+
+
+def device_mesh(layout: Layout, device_type: str, replicas: int = 1) -> DeviceMesh:
+    """The mesh of a process group with ``layout.size`` ranks; ``replicas`` (HYBRID_SHARD) divides ``layout.dp``."""
+    if layout.cp > 1 or layout.pp > 1:
+        raise RequestError("FSDP takes data and tensor parallel ranks only; context and pipeline sizes must be 1")
+    if layout.dp % replicas:
+        raise RequestError(f"{replicas} replicas don't divide {layout.dp} data-parallel ranks")
+    sizes = {"replicate": replicas, "dp": layout.dp // replicas, "tp": layout.tp}
+    kept = {name: size for name, size in sizes.items() if name == "dp" or size > 1}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def shard(
+    module: Policy | Value | Scorer, mesh: DeviceMesh, strategy: Sharding, compute_dtype: torch.dtype | None
+) -> None:
+    """FSDP2, in place: one group of parameters per decoder layer, and one of all others (embedding, norm, head).
+
+    Tied embeddings are one parameter of the last group. That group belongs to ``module`` itself, so it is whole
+    during all of ``module``'s forward, where ``head_weight`` is read without any module's forward.
+    """
+    names = mesh.mesh_dim_names or ()
+    if ("replicate" in names) != (strategy == "HYBRID_SHARD"):
+        raise RequestError(f"{strategy} on a mesh of {' x '.join(names)}: HYBRID_SHARD, and only it, has replicas")
+    data = mesh["replicate", "dp"] if "replicate" in names else mesh["dp"]
+    # gradients of micro-batches add up, and are reduced over ranks, in float32
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    again = strategy != "SHARD_GRAD_OP"
+    if isinstance(module, Value):  # its head is float32 whatever the backbone is, and a group has one dtype
+        fully_shard(module.value_head, mesh=data, reshard_after_forward=again)
+    for layer in _layers(module.backbone):
+        fully_shard(layer, mesh=data, reshard_after_forward=again, mp_policy=policy)
+    # the backward pass begins with these, so they stay whole between the passes
+    fully_shard(module, mesh=data, reshard_after_forward=False, mp_policy=policy)
+    for unit in units(module):  # losses are shares that add, so gradients are summed, not averaged
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def units(module: nn.Module) -> list[FSDPModule]:
+    """The modules that gather and reduce a group of parameters each."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _layers(backbone: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: its longest list of modules."""
+    lists = [list(part) for part in backbone.children() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, in place; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(part: Tensor, like: Tensor) -> Tensor:
+    """The full tensor of which every rank has a ``part`` placed like the parameter ``like``. All ranks call this."""
+    if not isinstance(like, DTensor):
+        return part
+    if not isinstance(part, DTensor):
+        part = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    # FSDP cut what tensor parallelism had cut, so its pieces are joined first
+    inner = [Replicate()] * (part.device_mesh.ndim - 1)
+    return part.redistribute(placements=[*inner, part.placements[-1]]).full_tensor()
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of ``full`` (which every rank has), placed like ``like``; the way back from `whole`."""
+    if not isinstance(like, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    mine = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return mine.to(like.device)
+
+
+def distributed(full: Tensor, like: Tensor) -> Tensor:
+    """``full`` as a tensor of ``like``'s kind, so that ``like.copy_`` takes it."""
+    if not isinstance(like, DTensor) or full.shape != like.shape:
+        return full
+    return DTensor.from_local(
+        part_of(full, like).contiguous(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def copies(tensor: Tensor, ranks: int) -> int:
+    """How many of ``ranks`` ranks hold each element of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    parts = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        parts *= 1 if placement.is_replicate() else size
+    return ranks // parts

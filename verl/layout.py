@@ -1,0 +1,80 @@
+"""Ranks and their places: data, tensor, context and pipeline parallel. Numbers only; no process is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from verl.config.errors import RequestError
+
+Axis = Literal["pp", "dp", "cp", "tp"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis, from 0."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks lie along each axis; together they are ``pp * dp * cp * tp`` ranks.
+
+    Neighbouring ranks differ in ``tp`` first (it talks in every layer, so it wants the fastest links), then ``cp``,
+    ``dp`` and ``pp`` (which talks least and may cross machines). With ``dp=2, tp=2`` ranks 0 and 1 compute the same
+    rows together, and ranks 0 and 2 hold the same part of each matrix.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self._sizes().items():
+            if size < 1:
+                raise RequestError(f"{axis} is {size}; it must be at least 1")
+
+    @staticmethod
+    def of(ranks: int, *, tp: int = 1, cp: int = 1, pp: int = 1) -> Layout:
+        """The layout of ``ranks`` ranks: what the other axes leave is data parallel. ``RequestError`` if it divides
+        unevenly."""
+        block = Layout(pp=pp, cp=cp, tp=tp).size
+        if ranks < 1 or ranks % block:
+            fits = sorted({max(ranks // block, 1) * block, (ranks // block + 1) * block})
+            raise RequestError(
+                f"{ranks} ranks don't divide by tensor {tp} x context {cp} x pipeline {pp} = {block}; "
+                f"use {' or '.join(map(str, fits))} ranks"
+            )
+        return Layout(pp=pp, dp=ranks // block, cp=cp, tp=tp)
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def place(self, rank: int) -> Place:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not one of {self.size}")
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Place(pp, dp, cp, tp)
+
+    def rank(self, place: Place) -> int:
+        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
+
+    def peers(self, rank: int, axis: Axis) -> list[int]:
+        """The ranks that differ from ``rank`` in ``axis`` alone, itself included, ascending."""
+        here = vars(self.place(rank))
+        return [self.rank(Place(**{**here, axis: at})) for at in range(self._sizes()[axis])]
+
+    def keeper(self, dp: int) -> int:
+        """The rank that keeps the columns of data-parallel group ``dp``: the first of its last pipeline stage."""
+        return self.rank(Place(self.pp - 1, dp, 0, 0))
+
+    def _sizes(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -164,6 +164,14 @@ def test_table_shows_recent_steps_and_text_above():
     assert shown(console).endswith("\x1b[?25h") or "\x1b[?25h" in last_frame  # the cursor is back
 
 
+def test_runs_that_sample_nothing_show_their_loss():
+    console = plain()
+    sink = ConsoleSink(4, console=console, samples=False)
+    sink.write(1, {"time/step": 1.0, "policy/loss": 0.6931, "preference/accuracy": 0.75, "preference/margin": 0.1})
+    sink.close()
+    assert shown(console).startswith("step 1/4  loss 0.6931  accuracy 0.750  margin 0.100")
+
+
 def test_table_fits_eighty_columns():
     console = terminal(80)
     sink = ConsoleSink(10_000, console=console)

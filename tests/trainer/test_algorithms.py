@@ -147,6 +147,7 @@ def test_held_out_rows_are_judged_by_the_same_numbers(make, name):
     summary, _, lines = run(cfg)
     assert summary.before.metrics["eval/loss"] == pytest.approx(lines[0]["policy/loss"], rel=1e-4)
     assert summary.after.metrics["eval/loss"] < summary.before.metrics["eval/loss"]
+    assert not any(key.startswith(("reward/", "kl/", "rollout/", "time/generate", "time/reward")) for key in lines[0])
 
 
 @pytest.mark.parametrize("name", RECIPES)

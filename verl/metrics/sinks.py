@@ -67,22 +67,27 @@ def _end_of_step(path: Path, step: int) -> int:
     return end
 
 
-# On every line of metrics.jsonl; null where the step has no such value (kl/mean without a reference, say).
+# On every line of metrics.jsonl; null where the step has no such value (kl/mean without a reference, say). The second
+# where nothing is sampled.
 ALWAYS = (
     *("reward/mean", "kl/mean", "throughput/tokens_per_second", "memory/peak_gib"),
     *(f"policy/{name}" for name in ("loss", "entropy", "clip_fraction", "grad_norm")),
     *(f"time/{name}" for name in ("step", "generate", "reward", "update", "publish")),
 )
+ALWAYS_OFFLINE = (
+    *("throughput/tokens_per_second", "memory/peak_gib", "time/step", "time/update"),
+    *(f"policy/{name}" for name in ("loss", "grad_norm")),
+)
 
 
 class JsonlSink:
-    """``metrics.jsonl``: one object per step; the names of ``ALWAYS`` that have no value are null, others absent."""
+    """``metrics.jsonl``: one object per step; the names of ``always`` that have no value are null, others absent."""
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self._lines = JsonLines(path, resume_step)
+    def __init__(self, path: Path, resume_step: int | None = None, always: Sequence[str] = ALWAYS) -> None:
+        self._lines, self._always = JsonLines(path, resume_step), always
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._lines.append({"step": step, **dict.fromkeys(ALWAYS), **values})
+        self._lines.append({"step": step, **dict.fromkeys(self._always), **values})
 
     def close(self) -> None:
         self._lines.close()
@@ -121,10 +126,13 @@ class SampleWriter:
 
 
 # heading, metric, format
-_COLUMNS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("KL", "kl/mean", "{:.4f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
+_SAMPLED = (("reward", "reward/mean", "{:.3f}"), ("KL", "kl/mean", "{:.4f}"), ("entropy", "policy/entropy", "{:.3f}"))
+_OFFLINE = (
+    ("loss", "policy/loss", "{:.4f}"),
+    ("accuracy", "preference/accuracy", "{:.3f}"),
+    ("margin", "preference/margin", "{:.3f}"),
+)
+_COMMON = (
     ("length", "response/length_mean", "{:.1f}"),
     ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
     ("GiB", "memory/peak_gib", "{:.1f}"),
@@ -136,15 +144,24 @@ class ConsoleSink:
     """A live table of the last ``rows`` steps in a terminal, else one plain line per step.
 
     Text goes through `log` (or `handler`, for the ``logging`` module) and appears above the table. Steps without
-    ``time/step`` (an evaluation alone) and every ``eval/*`` value are text too.
+    ``time/step`` (an evaluation alone) and every ``eval/*`` value are text too. ``samples``: whether the run samples
+    answers, and so has rewards to show.
     """
 
-    def __init__(self, total_steps: int | None = None, *, console: Console | None = None, rows: int = 10) -> None:
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        console: Console | None = None,
+        rows: int = 10,
+        samples: bool = True,
+    ) -> None:
         self._console = console or Console()
         self._total = total_steps
         self._rows: deque[tuple[int, list[str]]] = deque(maxlen=rows)
         self._seconds: deque[float] = deque(maxlen=20)
         self._live: Live | None = None
+        self._columns = (*(_SAMPLED if samples else _OFFLINE), *_COMMON)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         is_lap = "time/step" in values
@@ -154,10 +171,10 @@ class ConsoleSink:
         if not is_lap:
             return
         self._seconds.append(values["time/step"])
-        cells = [form.format(values[name]) if name in values else "-" for _, name, form in _COLUMNS]
+        cells = [form.format(values[name]) if name in values else "-" for _, name, form in self._columns]
         cells.append(self._eta(step))
         if not self._console.is_terminal:
-            headings = [heading for heading, _, _ in _COLUMNS] + ["ETA"]
+            headings = [heading for heading, _, _ in self._columns] + ["ETA"]
             pairs = (f"{heading} {cell}" for heading, cell in zip(headings, cells, strict=True) if cell != "-")
             self.log(f"step {self._of_total(step)}  " + "  ".join(pairs))
             return
@@ -194,7 +211,7 @@ class ConsoleSink:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for heading in ("step", *(heading for heading, _, _ in _COLUMNS), "ETA"):
+        for heading in ("step", *(heading for heading, _, _ in self._columns), "ETA"):
             table.add_column(heading, justify="right", no_wrap=True)
         for step, cells in self._rows:
             table.add_row(self._of_total(step), *cells)

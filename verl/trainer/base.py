@@ -37,7 +37,16 @@ from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
 from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
-from verl.metrics.sinks import ConsoleSink, JsonLines, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
+from verl.metrics.sinks import (
+    ALWAYS,
+    ALWAYS_OFFLINE,
+    ConsoleSink,
+    JsonLines,
+    JsonlSink,
+    PrometheusSink,
+    SampleWriter,
+    TensorBoardSink,
+)
 from verl.models.factory import load_tokenizer
 from verl.runtime.collect import Collected, Sampler
 from verl.runtime.controller import Controller, LapResult
@@ -185,7 +194,8 @@ class Run:
             (folder / "config.yaml").write_text(dump(cfg))
         except OSError as error:
             raise RequestError(f"run_dir: can't write to {folder}: {error}") from error
-        sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step)]
+        always = ALWAYS if cfg.algorithm.recipe.samples else ALWAYS_OFFLINE
+        sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step, always)]
         samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SAMPLES_PER_STEP, resume_step)]
         if cfg.metrics.tensorboard:
             board = TensorBoardSink(folder / "tensorboard", resume_step)
@@ -193,7 +203,7 @@ class Run:
             samples.append(board)
         if cfg.metrics.prometheus_port is not None:
             sinks.append(PrometheusSink(cfg.metrics.prometheus_port))
-        self.console = ConsoleSink(self.total_steps) if self._show else None
+        self.console = ConsoleSink(self.total_steps, samples=cfg.algorithm.recipe.samples) if self._show else None
         handlers: list[logging.Handler] = [logging.FileHandler(folder / "logs" / "controller.log")]
         handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         if self.console is not None:

@@ -53,7 +53,7 @@ def offline(files: str, *metrics: str, keys: tuple[str, ...] = (), seeds: int = 
 
 
 NUMBER_AND_DIGITS = "[{name: numeric, integer: true, cut_score: 0.25}, {name: regex, pattern: '[0-9]'}]"
-LONGER = ("total_steps=40", "actor_model_config.optimizer.lr=3.0e-5")  # a new head has more to learn
+LONGER = ("total_steps=24", "actor_model_config.optimizer.lr=3.0e-5")  # a new head has more to learn
 STUDIES: dict[str, Study] = {
     "ppo": Study(file="configs/demo_ppo.yaml", seeds=3),
     "grpo": Study(seeds=3),

@@ -3,7 +3,7 @@
 #
 #     bash examples/rlhf_three_stages.sh [key=value ...for every stage]
 #
-# Needs models/smollm2 (make demo, or examples/prepare_smollm2.py). About a quarter of an hour on two cores.
+# Needs models/smollm2 (make demo, or examples/prepare_smollm2.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiny import f_bpe
+from tests.tiny import EOS, f_bpe
 from verl.config.errors import DataError
+from verl.data.examples import ExampleEncoder
 from verl.data.loader import PreferenceDataset, PromptDataset, open_example_set
-from verl.data.pairs import fit_pair
+
+EIGHT = {"max_prompt_length": 6, "max_response_length": 2}  # prompt and completion together
 
 
 def test_a_prompt_that_leaves_no_room_drops_the_pair_and_counts_it():
@@ -15,15 +17,16 @@ def test_a_prompt_that_leaves_no_room_drops_the_pair_and_counts_it():
         {"prompt": "x" * 12, "chosen": "a", "rejected": "c"},
         {"prompt": "xx", "chosen": "a", "rejected": "c"},
     ]
-    done = PreferenceDataset(rows).pairs(f_bpe(), max_length=8)
+    done = PreferenceDataset(rows).examples(f_bpe(), **EIGHT)
     assert done.counts == {"kept": 1, "filtered": 1, "truncated": 0}
-    assert all(p.prompt_ids and p.chosen_ids and p.rejected_ids for p in done.pairs)
+    (pair,) = done
+    assert pair.id == "1" and pair.prompt_ids and [bool(side.ids) for side in pair.completions] == [True, True]
 
 
 def test_a_prompt_that_leaves_no_room_is_an_error_with_row_and_lengths_when_asked():
     rows = [{"prompt": "xx", "chosen": "a", "rejected": "c"}, {"prompt": "x" * 12, "chosen": "a", "rejected": "c"}]
     with pytest.raises(ValueError, match=r"row 1: prompt 12 \+ chosen 2 / rejected 2 tokens, .* 8"):
-        PreferenceDataset(rows).pairs(f_bpe(), max_length=8, overlong="error")
+        PreferenceDataset(rows).examples(f_bpe(), overlong="error", **EIGHT)
 
 
 def test_b_keep_end_cuts_each_row_by_its_own_length():
@@ -32,21 +35,29 @@ def test_b_keep_end_cuts_each_row_by_its_own_length():
 
 
 def test_c_each_side_is_cut_by_its_own_length():
-    pair = fit_pair([3] * 4, [4] * 3, [6] * 12, max_length=8)
-    assert pair is not None
-    assert (len(pair.chosen_ids), len(pair.rejected_ids), pair.truncated) == (3, 4, True)
-    assert fit_pair([3] * 4, [4] * 3, [6] * 12, max_length=8, policy="filter") is None
+    row = {"prompt": "xxxx", "chosen": "cc", "rejected": "c" * 11}  # 4 tokens, 3 and 12
+    encode = ExampleEncoder(f_bpe(), "pairs", max_length=8)
+    (pair,) = encode([("0", row)])
+    assert pair.prompt_ids == (3,) * 4 and [side.ids for side in pair.completions] == [(6, 6, EOS), (6,) * 4]
+    assert encode.counts == {"kept": 1, "filtered": 0, "truncated": 1}
+    left = ExampleEncoder(f_bpe(), "pairs", max_length=8, overlong="filter")
+    assert left([("0", row)]) == [] and left.counts == {"kept": 0, "filtered": 1, "truncated": 0}
 
 
-@pytest.mark.parametrize("sides", [([], [4], [4]), ([3], [], [4]), ([3], [4], [])])
-def test_an_empty_side_always_raises(sides):
-    with pytest.raises(DataError, match="none may be empty"):
-        fit_pair(*sides, max_length=8)
+@pytest.mark.parametrize("overlong", ["truncate", "filter", "error"])
+@pytest.mark.parametrize(("parts", "lengths"), [("Qac", (0, 1, 1)), ("xQc", (1, 0, 1)), ("xcQ", (1, 1, 0))])
+def test_an_empty_side_always_raises(parts, lengths, overlong):
+    tokenizer = f_bpe()  # has no token for Q
+    tokenizer.eos_token = None  # it would be added to an empty side
+    row = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+    said = "row 0: prompt {}, chosen {}, rejected {} tokens; none may be empty".format(*lengths)
+    with pytest.raises(DataError, match=said):
+        PreferenceDataset([row]).examples(tokenizer, overlong=overlong, **EIGHT)
 
 
 def test_no_pair_left_is_an_error():
     with pytest.raises(DataError, match="0 rows after filtering"):
-        PreferenceDataset([{"prompt": "x" * 12, "chosen": "a", "rejected": "c"}]).pairs(f_bpe(), max_length=8)
+        PreferenceDataset([{"prompt": "x" * 12, "chosen": "a", "rejected": "c"}]).examples(f_bpe(), **EIGHT)
 
 
 TURNS = [
@@ -63,7 +74,7 @@ OFFLINE = {
 @pytest.mark.parametrize("length", range(1, 14))
 def test_no_example_is_without_a_trained_token(kind, length):
     rows = [OFFLINE[kind]("x"), OFFLINE[kind]("x" * length)]
-    done = open_example_set(rows, f_bpe(), kind, max_prompt_length=6, max_response_length=2)
+    done = open_example_set(rows, f_bpe(), kind, **EIGHT)
     assert done.counts["kept"] == len(done) == (2 if length < 8 else 1) and done.counts["filtered"] == (length >= 8)
     for example in done:
         assert all(any(side.mask) and len(side.mask) == len(side.ids) > 0 for side in example.completions)
@@ -72,9 +83,8 @@ def test_no_example_is_without_a_trained_token(kind, length):
 
 @pytest.mark.parametrize("kind", OFFLINE)
 def test_an_example_without_room_is_an_error_with_row_and_lengths_when_asked(kind):
-    limits = {"max_prompt_length": 6, "max_response_length": 2, "overlong": "error"}
     with pytest.raises(DataError, match=r"row 1: prompt 12 \+ (chosen|completion) 5.* 8"):
-        open_example_set([OFFLINE[kind]("x"), OFFLINE[kind]("x" * 12)], f_bpe(), kind, **limits)
+        open_example_set([OFFLINE[kind]("x"), OFFLINE[kind]("x" * 12)], f_bpe(), kind, overlong="error", **EIGHT)
 
 
 @pytest.mark.parametrize("limit", range(7, 30))

@@ -9,9 +9,10 @@ from tests.tiny import BOS, EOS, f_bpe
 from verl.config.errors import DataError
 from verl.data.chat import render_text
 from verl.data.loader import open_example_set
-from verl.data.pairs import encode_completions, encode_pair
+from verl.data.pairs import encode_completions
 
 ROW = {"prompt": "xa", "chosen": "b", "rejected": "c"}
+LIMITS = {"max_prompt_length": 32, "max_response_length": 32}
 
 
 def test_the_fixture_merges_over_the_boundary():
@@ -28,27 +29,27 @@ def test_the_fixture_merges_over_the_boundary():
 )
 def test_invariants(row, bos_post, template):
     tokenizer = f_bpe(bos_post=bos_post, template=template)
-    pair = encode_pair(tokenizer, row, max_length=64)
-    assert pair is not None
+    (pair,) = open_example_set([row], tokenizer, "pairs", **LIMITS)
     start = render_text(tokenizer, row["prompt"]).replace("<bos>", "")
-    for ids, said in ((pair.chosen_ids, row["chosen"]), (pair.rejected_ids, row["rejected"])):
+    for side, said in zip(pair.completions, (row["chosen"], row["rejected"]), strict=True):
+        ids = side.ids
         assert ids[-1] == EOS and ids.count(EOS) == 1
-        assert len(ids) > 1, "a trained token beside the end"
+        assert sum(side.mask) == len(ids) > 1, "a trained token beside the end"
         assert tokenizer.decode(pair.prompt_ids + ids, skip_special_tokens=True).rstrip("\n") == start + said
     assert [i for i in pair.prompt_ids if i != BOS], "the first answer token has something to follow"
     assert pair.prompt_ids.count(BOS) == (bos_post or template == "bos")
 
 
 def test_both_sides_are_cut_at_the_common_prefix():
-    pair = encode_pair(f_bpe(), ROW, max_length=8)
-    assert pair is not None
-    assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((3,), (7, EOS), (4, 6, EOS))
+    (pair,) = open_example_set([ROW], f_bpe(), "pairs", **LIMITS)
+    assert (pair.prompt_ids, *(side.ids for side in pair.completions)) == ((3,), (7, EOS), (4, 6, EOS))
+    two = open_example_set([ROW], f_bpe(), "labelled", **LIMITS)
+    assert [(e.prompt_ids, e.completions[0].ids) for e in two] == [((3,), (7, EOS)), ((3, 4), (6, EOS))]
 
 
 def test_a_prompt_that_would_vanish_is_tokenised_apart():
-    pair = encode_pair(f_bpe(), ROW | {"prompt": "a"}, max_length=8)
-    assert pair is not None
-    assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((4,), (5, EOS), (6, EOS))
+    (pair,) = open_example_set([ROW | {"prompt": "a"}], f_bpe(), "pairs", **LIMITS)
+    assert (pair.prompt_ids, *(side.ids for side in pair.completions)) == ((4,), (5, EOS), (6, EOS))
 
 
 def test_one_completion_alone_keeps_the_same_invariants():
@@ -61,11 +62,10 @@ def test_one_completion_alone_keeps_the_same_invariants():
 @pytest.mark.parametrize("said", ["b", "c", "ab"])
 def test_examples_of_every_kind_cut_at_the_same_place(said, bos_post, template):
     tokenizer = f_bpe(bos_post=bos_post, template=template)
-    limits = {"max_prompt_length": 32, "max_response_length": 32}
     row = ROW | {"completion": said, "chosen": said, "rejected": said, "label": 1}
     talk = [{"role": "user", "content": "xa"}, {"role": "assistant", "content": said}]
     examples = [
-        open_example_set([made], tokenizer, kind, **limits)[0]
+        open_example_set([made], tokenizer, kind, **LIMITS)[0]
         for kind, made in (
             ("pairs", ROW | row),
             ("labelled", row),
@@ -78,13 +78,6 @@ def test_examples_of_every_kind_cut_at_the_same_place(said, bos_post, template):
     assert all(side.mask) and len(side.ids) > 1 and side.ids[-1] == EOS
     start = render_text(tokenizer, "xa").replace("<bos>", "")
     assert tokenizer.decode(prompt + side.ids, skip_special_tokens=True).rstrip("\n") == start + said
-
-
-def test_both_sides_of_an_example_continue_the_same_prompt():
-    (pair,) = open_example_set([ROW], f_bpe(), "pairs", max_prompt_length=4, max_response_length=4)
-    assert (pair.prompt_ids, *(side.ids for side in pair.completions)) == ((3,), (7, EOS), (4, 6, EOS))
-    two = open_example_set([ROW], f_bpe(), "labelled", max_prompt_length=4, max_response_length=4)
-    assert [(e.prompt_ids, e.completions[0].ids) for e in two] == [((3,), (7, EOS)), ((3, 4), (6, EOS))]
 
 
 def test_answers_of_several_turns_begin_where_the_first_of_them_does():

@@ -113,7 +113,7 @@ def test_rows_of_a_table_with_more_values_than_columns(tmp_path):
 
 def test_pairs_are_counted_too():
     rows = [{"prompt": "x", "chosen": "a", "rejected": side} for side in ("c", "", "b")]
-    done = PreferenceDataset(rows, bad_rows="drop").pairs(f_bpe(), max_length=8)
+    done = PreferenceDataset(rows, bad_rows="drop").examples(f_bpe(), **LIMITS)
     assert done.counts == {"kept": 2, "filtered": 0, "truncated": 0, "bad": 1}
 
 

@@ -30,10 +30,24 @@ def ids(items):
 
 
 def test_an_example_carries_its_row():
-    rows = [{"prompt": "xa", "chosen": "cc", "rejected": "b", "score_chosen": "2", "score_rejected": 0.5}]
+    rows = [{"prompt": "xa", "chosen": "cc", "rejected": "b", "margin": "1.5", "score_chosen": 9}]
     (example,) = open_example_set(rows, f_bpe(), "pairs", **LIMITS)
     sides = Completion((4, 6, 6, EOS), (True,) * 4, "acc"), Completion((7, EOS), (True,) * 2, "ab")
     assert example == Example("0", (3,), "xa", sides, None, 1.5, rows[0])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_scores_are_a_margin_only_where_columns_say_so(streaming):
+    row = {"prompt": "x", "chosen": "a", "rejected": "c", "score_chosen": 9, "score_rejected": 2, "gap": {"wide": 7}}
+
+    def margin(columns=None, **more):
+        feed = open_examples([row | more], f_bpe(), "pairs", columns=columns, streaming=streaming, **LIMITS)
+        return feed.take(1)[0].margin
+
+    assert margin() is None and margin(score_chosen="x") is None
+    assert margin({"margin": "score_chosen"}) == 9.0 and margin({"margin": "gap.wide"}) == 7.0
+    assert margin(margin="") is None and margin(margin=0) == 0.0 and margin(margin="-0.5") == -0.5
+    assert margin({"margin": "gap.narrow"}, margin=1) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

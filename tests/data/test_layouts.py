@@ -63,7 +63,7 @@ PAIRS = {
             "score_rejected": 6.0,
         },
         PAIR,
-        2.5,
+        None,
     ),
     "trl standard": ("jsonl parquet csv json", {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, PAIR, None),
     "trl standard, implicit prompt": (
@@ -81,7 +81,14 @@ PAIRS = {
     "trl conversational, implicit prompt": ("jsonl parquet", {"chosen": [Q, GOOD], "rejected": [Q, BAD]}, PAIR, None),
     "margin column": (
         "jsonl csv",
-        {"prompt": "Why?", "chosen": "Because.", "rejected": "No.", "margin": 0.5, "score_chosen": 9},
+        {
+            "prompt": "Why?",
+            "chosen": "Because.",
+            "rejected": "No.",
+            "margin": 0.5,
+            "score_chosen": 9,
+            "score_rejected": 2,
+        },
         PAIR,
         0.5,
     ),
@@ -283,11 +290,7 @@ def test_when_no_layout_fits(tmp_path, kind, row, said):
         ("labelled", {"prompt": [Q], "completion": [Q], "label": 1}, "completion has no turn after the prompt"),
         ("labelled", {"messages": [Q], "label": 1}, "messages doesn't end with a turn of the assistant"),
         ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "margin: 'much', not a finite"),
-        (
-            "pairs",
-            {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": "x"},
-            "score_chosen and",
-        ),
+        ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("inf")}, "margin: inf, not a finite"),
         ("chats", {"messages": [Q]}, "messages has no turn of the assistant"),
         ("chats", {"messages": [GOOD, Q]}, "messages has no turn before the assistant's"),
         ("chats", {"messages": [Q, said("assistant", " ")]}, "messages has no words of the assistant"),

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from tests import tiny
+from verl.algorithms.advantages import gdpo
+from verl.batch import Batch
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.errors import ConfigError, RunError
 from verl.config.load import dump, load_config
 from verl.config.recipes import RECIPES
 from verl.trainer.base import Run
+from verl.workers.actor import parts_of
 
 PAIRS = [
     ("xa", "ab", "c"),
@@ -210,7 +213,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(make, tmp_path):
     tokenizer = tiny.f_bpe(template="plain")
     tokenizer.add_tokens(["zz"])
     teacher = tiny.save(tmp_path / "teacher", tiny.f_llama(), tokenizer)
-    with pytest.raises(Exception, match="another vocabulary than the student"):
+    with pytest.raises(Exception, match="another vocabulary than the policy"):
         run(make("distill", teacher_model_config={"model_name_or_path": teacher}))
 
 
@@ -262,6 +265,9 @@ def test_online_dpo_leaves_masked_rows_out_of_its_pairs(make):
         ("distill", {"kl_in": "reward"}, "kl_in is reward, but distill reads no sum of rewards"),
         ("pass_k", {"kl_in": "reward"}, "kl_in is reward, but pass_k"),
         ("gdpo", {"overlong_share": 0.5}, "overlong_share is 0.5, but gdpo"),
+        ("gdpo", {"dynamic_sampling": True}, "dynamic_sampling is true, but gdpo"),
+        ("distill", {"overlong_share": 0.5}, "overlong_share is 0.5, but distill"),
+        ("pass_k", {"pass_k": 16}, "pass_k is 16 and group_size is 4"),
         ("ppo", {"dynamic_sampling": True}, "ppo compares no rows of a group"),
         ("grpo", {"old_logprobs": "sampler", "correction": "tis"}, "its weight would count twice"),
     ],
@@ -269,6 +275,88 @@ def test_online_dpo_leaves_masked_rows_out_of_its_pairs(make):
 def test_keys_that_would_be_ignored_are_refused(make, name, keys, message):
     with pytest.raises(ConfigError, match=message):
         make(name, algorithm=keys)
+
+
+@pytest.mark.parametrize("key", ["init_kl_coef", "kl_sample_rows"])
+def test_online_dpo_refuses_a_kl_penalty(make, key):
+    with pytest.raises(ConfigError, match=f"{key} is 4, but online_dpo has no KL penalty"):
+        make("online_dpo", **{key: 4})
+
+
+def test_online_dpo_needs_two_answers(make):
+    with pytest.raises(ConfigError, match=r"group_size is 1: .* needs at least 2"):
+        make("online_dpo", group_size=1, algorithm={"allow_singletons": True})
+
+
+@pytest.mark.parametrize(("name", "least"), [("dpo", 48), ("online_dpo", 32)])
+def test_a_token_budget_holds_a_pair(make, name, least):
+    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {least} or"):
+        make(name, max_tokens_per_micro_batch=least - 1)
+    assert run(make(name, max_tokens_per_micro_batch=least))[2][0]["policy/grad_norm"] > 0
+
+
+def test_a_reported_reward_doesn_t_decide_what_distillation_trains(make, tmp_path):
+    teacher = tiny.save(tmp_path / "teacher", tiny.f_llama(seed=1), tiny.f_bpe(template="plain"))
+    keys = {"teacher_model_config": {"model_name_or_path": teacher, "dtype": "fp32"}, "total_steps": 1}
+    without = run(make("distill", "a", **keys))
+    silent = run(make("distill", "b", reward_fn=lambda response: None, **keys))
+    for key in without[1]:
+        assert torch.equal(without[1][key], silent[1][key])
+
+
+def test_gdpo_leaves_a_row_without_a_score_out_of_every_reward():
+    """One reward failed on the first row: the other reward's statistics don't count that row either."""
+    batch = Batch(["0", "1", "2", "3"])
+    batch["scores"] = torch.tensor([math.nan, 0.0, 0.0, 0.0], dtype=torch.float64)
+    batch["reward_parts"] = [{"a": 1.0, "b": None}, *({"a": 0.0, "b": 0.0} for _ in range(3))]
+    parts = parts_of(batch)
+    assert math.isnan(parts["a"][0])
+    assert gdpo(parts, [1.0, 1.0], torch.zeros(4, dtype=torch.int64)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("name", "key"), [("prime", "process_reward_model_config"), ("ppo", "critic_model_config")])
+def test_whoever_reads_the_policy_s_tokens_needs_its_vocabulary(make, tmp_path, name, key):
+    tokenizer = tiny.f_bpe(template="plain")
+    tokenizer.add_tokens(["zz"])
+    other = tiny.save(tmp_path / "other", tiny.f_llama(), tokenizer)
+    with pytest.raises(Exception, match=f"{key}: .* has another vocabulary than the policy"):
+        run(make(name, **{key: {"model_name_or_path": other}}))
+
+
+def test_the_process_reward_s_section_adds_to_the_actor_s(make):
+    cfg = make(
+        "prime", process_reward_model_config={"optimizer": {"lr": 1e-5, "schedule": "linear"}}, mini_batch_size=4
+    )
+    section = cfg.process_reward_model_config
+    assert section.model_name_or_path == cfg.actor_model_config.model_name_or_path and section.dtype == "fp32"
+    with Run(cfg, console=False) as r:
+        r.prepare()
+        r.train()
+        judge = r.controller.workers.process_reward.engine
+        assert judge.optimizer.total_steps == judge.optimizer.step_number == 2  # a step per lap, of mini-batches four
+
+
+def test_kto_never_matches_a_row_with_its_own_prompt(make, tmp_path):
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"prompt": "xa", "completion": "b", "label": True}) + "\n")
+    with pytest.raises(Exception, match="rows of at least two prompts"):
+        run(make("kto", dataset=str(file), eval={"dataset": None}))
+
+
+def test_kto_s_mismatched_rows_keep_the_length_limit(make, tmp_path):
+    file = tmp_path / "long.jsonl"
+    rows = [("x" * 18, "b", True), ("c", "a" * 18, False)]
+    file.write_text("".join(json.dumps({"prompt": p, "completion": c, "label": x}) + "\n" for p, c, x in rows))
+    cfg = make("kto", dataset=str(file), eval={"dataset": None}, train_batch_size=2, micro_batch_size=2,
+               max_tokens_per_micro_batch=24)  # fmt: skip
+    with Run(cfg, console=False) as r:
+        r.prepare()
+        examples = r.feed.take(2)
+        lengths = r.controller.source.lot(examples).batch
+        whole = lengths.ragged("prompt_ids").lengths + lengths.ragged("response_ids").lengths
+        assert whole.max() <= 24 and len(whole) == 4
+        r.feed.restore({**r.feed.state()})
+        r.step()
 
 
 def test_sampler_and_trainer_are_compared_in_every_lap(make):

@@ -57,7 +57,8 @@ def _report(console: Console, run: Run, summary: Summary) -> None:
     if before and after and [a.prompt for a in before.answers] != [a.prompt for a in after.answers]:
         before = None  # of another held-out set, before a resume changed it
     if after is not None:
-        table = Table(title=f"held-out prompts, greedy ({after.metrics['eval/rows']:.0f})", title_justify="left")
+        what = "prompts, greedy" if after.answers else "rows"
+        table = Table(title=f"held-out {what} ({after.metrics['eval/rows']:.0f})", title_justify="left")
         table.add_column("")
         if before is not None:
             table.add_column("before", justify="right")
@@ -67,6 +68,7 @@ def _report(console: Console, run: Run, summary: Summary) -> None:
                 old = [] if before is None else [f"{before.metrics.get(name, float('nan')):.3f}"]
                 table.add_row(name.removeprefix("eval/"), *old, f"{value:.3f}")
         console.print(table)
+    if after is not None and after.answers:
         console.print("answers before and after" if before else "answers", style="bold")
         _print_answers(console, before.answers if before is not None else None, after.answers)
     folder = run.folder

@@ -14,6 +14,9 @@ Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "
 Correction = Literal["none", "tis", "tis_sequence", "icepop", "reject"]
 
 
+BUILT_IN = frozenset(RECIPES)  # of which we know who reads which key
+
+
 def _added_later(name: Any, in_table: ValidatorFunctionWrapHandler) -> str:
     """Recipes may join the table after this import; the others are refused with the list."""
     return name if isinstance(name, str) and name in RECIPES else in_table(name)

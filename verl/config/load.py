@@ -187,6 +187,12 @@ def _resolved(cfg: RunConfig) -> RunConfig:
         filled["total_epochs"] = 1.0
     if cfg.reward_weights is None and number_of_rewards(cfg):
         filled["reward_weights"] = [1.0] * number_of_rewards(cfg)
+    if cfg.process_reward_model_config is not None:
+        own = {
+            key: getattr(cfg.process_reward_model_config, key)
+            for key in cfg.process_reward_model_config.model_fields_set
+        }
+        filled["process_reward_model_config"] = cfg.actor_model_config.model_copy(update=own)
     if cfg.algorithm.needs_critic:
         critic = cfg.critic_model_config or CriticConfig()
         filled["critic_model_config"] = critic.model_copy(update={"dtype": cfg.actor_model_config.dtype})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from verl.config.algorithm import read_only_by
+from verl.config.algorithm import BUILT_IN, read_only_by
+from verl.config.batch_words import words_of
 from verl.config.run import RunConfig
 
 MOST_WORKERS_PER_CORE = 1.5
@@ -19,15 +20,18 @@ def memory_advice(cfg: RunConfig) -> str:
     """What to change when memory runs out; the mini-batch stays, so the training does too."""
     micro, mini = cfg.micro_batch_size, cfg.mini_batch_size
     tips: list[str] = []
-    if micro > 1:
-        less = max(d for d in range(1, micro // 2 + 1) if mini % d == 0)
+    words = words_of(cfg)
+    least = 2 if words.whole_groups else words.unit or 1  # rows that stay together
+    fit = [d for d in range(least, micro // 2 + 1) if mini % d == 0 and d % (words.unit or 1) == 0]
+    if fit:
+        less = max(fit)
         tips.append(
             f"micro_batch_size={less} gradient_accumulation_steps={mini // less} instead of {micro}, {mini // micro} "
             f"(the same training: an optimizer step keeps its {mini} rows)"
         )
     if not cfg.gradient_checkpointing:
         tips.append("gradient_checkpointing=true (the same training, slower)")
-    if cfg.rollout.max_rows > 1:
+    if cfg.rollout.max_rows > 1 and cfg.algorithm.recipe.samples:
         tips.append(f"while generating: rollout.max_rows={cfg.rollout.max_rows // 2} instead of {cfg.rollout.max_rows}")
     if not cfg.actor_model_config.use_lora:
         tips.append("actor_model_config.use_lora=true (another training: only adapters learn)")
@@ -75,7 +79,7 @@ def _warnings(cfg: RunConfig) -> list[str]:
     plain = type(algorithm)(name=algorithm.name).filled
     for key, readers in read_only_by().items():
         value = getattr(algorithm, key)
-        if algorithm.name not in readers and value != getattr(plain, key):
+        if algorithm.name in BUILT_IN and algorithm.name not in readers and value != getattr(plain, key):
             some = ", ".join(readers[:5]) + (", ..." if len(readers) > 5 else "")
             found.append(f"algorithm.{key} is {value}, but {algorithm.name} doesn't read it ({some} does)")
     others = (

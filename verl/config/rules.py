@@ -78,14 +78,19 @@ def _batch(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _lengths(cfg: RunConfig) -> Iterator[Violation]:
-    longest = cfg.max_prompt_length + cfg.max_response_length
+    prompt, response, recipe = cfg.max_prompt_length, cfg.max_response_length, cfg.algorithm.recipe
+    longest, what = prompt + response, "one row, max_prompt_length {p} + max_response_length {r}"
+    if recipe.data == "pairs":  # prompt and answer share one limit
+        longest, what = 2 * longest, "a pair, 2 x (max_prompt_length {p} + max_response_length {r})"
+    elif recipe.samples and recipe.advantage is None:  # the prompt is computed once
+        longest, what = prompt + 2 * response, "a pair, max_prompt_length {p} + 2 x max_response_length {r}"
     budget = cfg.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
         key = "max_tokens_per_micro_batch"
         yield Violation(
             (key, "max_prompt_length", "max_response_length"),
-            f"{key} is {budget}: must hold one row, max_prompt_length {cfg.max_prompt_length} + max_response_length "
-            f"{cfg.max_response_length}; {key} {longest} or {2 * longest} would fit",
+            f"{key} is {budget}: must hold {what.format(p=prompt, r=response)}; "
+            f"{key} {longest} or {2 * longest} would fit",
         )
     limit = _positions(cfg.actor_model_config.model_name_or_path)
     found = _context(cfg, limit) if limit is not None else None
@@ -125,12 +130,28 @@ def _positions(model: Any) -> int | None:
 
 def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
     algorithm = cfg.algorithm
-    if algorithm.name == "pass_k" and cfg.group_size is not None and cfg.group_size < algorithm.pass_k:
+    group = batch_words.words_of(cfg).group_size
+    if algorithm.name == "pass_k" and group < algorithm.pass_k:
         yield Violation(
             ("algorithm.pass_k", "group_size"),
-            f"algorithm.pass_k is {algorithm.pass_k} and group_size is {cfg.group_size}: a group needs k rows; "
-            f"group_size {algorithm.pass_k} or algorithm.pass_k {cfg.group_size} would fit",
+            f"algorithm.pass_k is {algorithm.pass_k} and group_size is {group}: a group needs k rows; "
+            f"group_size {algorithm.pass_k} or algorithm.pass_k {group} would fit",
         )
+    if algorithm.recipe.samples and algorithm.recipe.advantage is None:
+        unread = [key for key in ("init_kl_coef", "kl_target", "kl_sample_rows") if getattr(cfg, key)]
+        for key in unread:
+            yield Violation(
+                (key, "algorithm.name"),
+                f"{key} is {getattr(cfg, key):g}, but {algorithm.name} has no KL penalty: algorithm.beta holds the "
+                f"policy to the reference; {key} 0 or null would fit",
+            )
+    for key in ("overlong_share", "dynamic_sampling"):
+        if getattr(algorithm.filled, key) and algorithm.name in ("gdpo", "distill"):
+            yield Violation(
+                (f"algorithm.{key}", "algorithm.name"),
+                f"algorithm.{key} is {str(getattr(algorithm.filled, key)).lower()}, but {algorithm.name} doesn't train "
+                f"on the sum of rewards that it changes or judges; algorithm.{key} null would fit",
+            )
     filled = algorithm.filled
     if filled.old_logprobs == "sampler" and filled.correction not in ("none", "reject"):
         yield Violation(
@@ -143,12 +164,6 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             ("algorithm.kl_in", "algorithm.name"),
             f"algorithm.kl_in is reward, but {algorithm.name} reads no sum of rewards that a KL penalty could be part "
             "of; algorithm.kl_in loss or null would fit",
-        )
-    if algorithm.name == "gdpo" and filled.overlong_share:
-        yield Violation(
-            ("algorithm.overlong_share", "algorithm.name"),
-            f"algorithm.overlong_share is {filled.overlong_share:g}, but gdpo normalises each reward by itself; "
-            "algorithm.overlong_share 0, with {name: length, ...} as one of reward_fn, would fit",
         )
     if algorithm.name == "kto" and cfg.eval.limit == 1:
         yield Violation(

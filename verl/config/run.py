@@ -26,7 +26,7 @@ class RunConfig(Section):
     reward_model_config: RewardModelConfig | None = Field(None, description="a model that scores; null: none")
     teacher_model_config: ModelConfig | None = Field(None, description="distill: the frozen model to learn from")
     process_reward_model_config: ModelConfig | None = Field(
-        None, description="prime: the model whose log-ratio is the token reward; default: a copy of the actor's start"
+        None, description="prime: the model whose log-ratio is the token reward; what it leaves out is as the actor's"
     )
     reward_fn: RewardSources = Field(
         default_factory=list,

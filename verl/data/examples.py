@@ -43,7 +43,7 @@ class Example:
     prompt_text: str  # as rendered
     completions: tuple[Completion, ...]  # one, or (chosen, rejected)
     label: bool | None  # labelled rows: whether the completion is desirable
-    margin: float | None  # pairs: by how much chosen is better, from ``margin`` or score_chosen - score_rejected
+    margin: float | None  # pairs: by how much chosen is better, from the column ``margin`` and no other
     fields: dict[str, Any]  # every column of the row
 
 
@@ -143,17 +143,17 @@ class ExampleEncoder:
 
 
 def _margin(row: Mapping[str, Any]) -> float | None:
-    names = ["margin"] if row.get("margin") not in (None, "") else ["score_chosen", "score_rejected"]
-    values = [row.get(name) for name in names]
-    if any(value in (None, "") for value in values):
+    """The column ``margin``. Scores are on a scale of their own and would change the objective unasked."""
+    value = row.get("margin")
+    if value in (None, ""):
         return None
     try:
-        numbers = [float(value) for value in values]  # type: ignore[arg-type]
+        margin = float(value)
     except (TypeError, ValueError):
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
-        raise DataError(f"{' and '.join(names)}: {', '.join(f'{v!r:.40}' for v in values)}, not a finite number each")
-    return numbers[0] - sum(numbers[1:])
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise DataError(f"margin: {value!r:.40}, not a finite number")
+    return margin
 
 
 class Examples(Sequence[Example]):

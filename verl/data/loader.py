@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +22,6 @@ from verl.data.examples import Completion, Example, ExampleEncoder, ExampleFeed,
 from verl.data.feeds import OrderedFeed, StreamFeed
 from verl.data.live import LiveFeed, LiveSource, is_live
 from verl.data.order import PromptOrder
-from verl.data.pairs import Pair, encode_pair
 from verl.data.policies import BadRowPolicy, BadRows, Numbered, Overlong
 from verl.data.procedural import TOY_PROMPTS
 from verl.data.prompts import Prompt, PromptEncoder, PromptFeed, Prompts
@@ -41,8 +39,6 @@ __all__ = [
     "ExampleFeed",
     "Examples",
     "LabelledDataset",
-    "Pair",
-    "Pairs",
     "PreferenceDataset",
     "Prompt",
     "PromptDataset",
@@ -54,7 +50,7 @@ __all__ = [
     "open_prompts",
 ]
 
-TOKENISING = 2  # raise it when the same row and tokenizer give other ids, so that caches are made anew
+TOKENISING = 3  # raise it when the same row and tokenizer give other ids or facts, so that caches are made anew
 
 
 class PromptDataset(Sequence[dict[str, Any]]):
@@ -320,14 +316,6 @@ class ExampleDataset(PromptDataset):
         return side_of(self[int(number)], side) if side else self[int(number)]
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Tokenised preference pairs and what the length policy did: kept, filtered, truncated (and bad)."""
-
-    pairs: list[Pair]
-    counts: dict[str, int]
-
-
 class PreferenceDataset(ExampleDataset):
     """Rows with ``prompt``, ``chosen`` and ``rejected``.
 
@@ -335,22 +323,6 @@ class PreferenceDataset(ExampleDataset):
     """
 
     kind = "pairs"
-
-    def pairs(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, overlong: Overlong = "truncate") -> Pairs:
-        """Every pair as ids; ``max_length`` counts prompt and completion together."""
-        pairs: list[Pair] = []
-        counts = {"kept": 0, "filtered": 0, "truncated": 0}
-        for number, row in self._numbered(BadRows(self._finite(), self.bad_rows, counts)):
-            pair = encode_pair(tokenizer, row, max_length, overlong, f"{self.name}, row {number}")
-            if pair is None:
-                counts["filtered"] += 1
-            else:
-                pairs.append(pair)
-        if not pairs:
-            raise DataError(
-                f"{self.name}: 0 rows after filtering: all {counts['filtered']} pairs are longer than {max_length}"
-            )
-        return Pairs(pairs, counts | {"kept": len(pairs), "truncated": sum(pair.truncated for pair in pairs)})
 
 
 class LabelledDataset(ExampleDataset):

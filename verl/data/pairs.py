@@ -1,10 +1,9 @@
-"""Preference pairs as token ids: both sides continue the same prompt ids, and neither side is empty."""
+"""Completions of a prompt as token ids: all continue the same prompt ids, and none is empty."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config.errors import DataError
 from verl.data import chat
@@ -14,31 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.data.chat import Turns
-
-
-@dataclass(frozen=True)
-class Pair:
-    """``prompt_ids`` are the same for both sides; each side has at least one token and ends with EOS unless cut."""
-
-    prompt_ids: tuple[int, ...]
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
-    truncated: bool = False
-
-
-def encode_pair(
-    tokenizer: PreTrainedTokenizerBase,
-    row: Mapping[str, Any],
-    max_length: int,
-    policy: Overlong = "truncate",
-    where: str = "the pair",
-) -> Pair | None:
-    """``prompt``, ``chosen`` and ``rejected`` of a row (texts or messages) as ids; None: the policy leaves it out.
-
-    ``max_length``: tokens of prompt and completion together, see ``fit_pair``. ``where`` names the row in errors.
-    """
-    prompt, chosen, rejected = encode_completions(tokenizer, row["prompt"], [row["chosen"], row["rejected"]])
-    return fit_pair(prompt, chosen, rejected, max_length, policy, where)
 
 
 def encode_completions(
@@ -61,27 +35,6 @@ def encode_completions(
         sides = tokenizer(ends, add_special_tokens=False, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
     return [prompt_ids, *(ids if eos is None or ids[-1:] == [eos] else [*ids, eos] for ids in sides)]
-
-
-def fit_pair(
-    prompt: Sequence[int],
-    chosen: Sequence[int],
-    rejected: Sequence[int],
-    max_length: int,
-    policy: Overlong = "truncate",
-    where: str = "the pair",
-) -> Pair | None:
-    """Bring both sides under ``max_length``, each by its own length; None: the policy leaves the pair out.
-
-    See ``room_for``. An empty side carries no preference and always raises DataError.
-    """
-    try:
-        room = room_for(len(prompt), {"chosen": len(chosen), "rejected": len(rejected)}, max_length, policy)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-    if room is None:
-        return None
-    return Pair(tuple(prompt), tuple(chosen[:room]), tuple(rejected[:room]), max(len(chosen), len(rejected)) > room)
 
 
 class TooLong(DataError):

@@ -107,6 +107,7 @@ METRICS: dict[str, Metric] = {
         Metric("response/truncated", "share", "responses cut at max_response_length", "high: raise the limit"),
         Metric("data/epoch", "epochs", "passes over the prompts so far", "fractional"),
         Metric("data/filtered", "prompts", "prompts left out as too long, in all", "high: raise max_prompt_length"),
+        Metric("data/bad", "rows", "rows that could not be read and were left out (bad_rows: drop)", "look at the log"),
         Metric("data/truncated", "prompts", "prompts cut to max_prompt_length, in all", "high: raise it"),
         Metric("eval/reward_mean", "reward", "mean reward of greedy answers on held-out prompts", "the honest curve"),
         Metric(

@@ -209,6 +209,11 @@ def _scorer_from_pretrained(
     absent = sorted({n for n, _ in model.named_parameters()} & set(info["missing_keys"]))
     if absent and (trained or any(not n.startswith(f"{HEAD}.") for n in absent)):
         raise RequestError(f"{name} holds no weights for {', '.join(absent[:5])}")
+    if not is_scorer(model):
+        raise RequestError(
+            f"{name} ({type(model).__name__}) is no decoder: reward models that are trained here are decoders, such as "
+            "Llama's or Qwen's; one that is trained already can score as reward_model_config"
+        )
     if absent:
         new_head(model, seed)
     return model

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.algorithms.preference import mismatch
 from verl.batch import Batch, Ragged
-from verl.config.errors import RunError
+from verl.config.errors import DataError, RunError
 from verl.config.run import RunConfig
-from verl.data.examples import Example, ExampleFeed
+from verl.data.examples import Completion, Example, ExampleFeed
 from verl.data.loader import PromptFeed
 from verl.metrics.names import member
 from verl.metrics.readings import latency_percentiles
@@ -186,7 +185,7 @@ class Sampler:
                 texts[row.id] = str(self.tokenizer.decode(list(row.response.ids), skip_special_tokens=True))
             with self._located("reward.score"):
                 told = [reward_row(row, texts[row.id]) for row in part]
-                return await asyncio.to_thread(rewards.score, told) if rewards else Scores([0.0] * len(told))
+                return await asyncio.to_thread(rewards.score, told) if rewards else Scores([None] * len(told))
 
         async def feed(share: Sequence[Draw]) -> None:
             groups: dict[str, list[Row]] = {}
@@ -225,7 +224,8 @@ class Sampler:
         totals = [math.nan if t is None else t for t in scores.totals]
         if penalties is not None:
             totals = [t + p for t, p in zip(totals, penalties, strict=True)]
-        kept = [not math.isnan(t) for t in totals]
+        judged = "reward" in self.cfg.algorithm.recipe.needs  # else scores are only told
+        kept = [not (judged and math.isnan(t)) for t in totals]
         if self.cfg.algorithm.mask_truncated:
             kept = [k and r.response.finish_reason != "length" for k, r in zip(kept, rows, strict=True)]
         lengths = torch.tensor([len(r.response.ids) for r in rows])
@@ -299,8 +299,10 @@ class Reader:
                  for i, e in enumerate(examples) for k, c in enumerate(e.completions)]  # fmt: skip
         own = len(parts)
         if self.cfg.algorithm.name == "kto":
-            others = _others(examples)
-            parts += [(e, examples[others[i]].completions[0], i, 0) for i, e in enumerate(examples)]
+            limit = self.cfg.max_prompt_length + self.cfg.max_response_length
+            for i, other in enumerate(_others(examples)):
+                said, room = examples[other].completions[0], limit - len(examples[i].prompt_ids)
+                parts.append((examples[i], Completion(said.ids[:room], said.mask[:room], said.text), i, 0))
         batch = Batch([f"{e.id}/{place}" for place, (e, *_) in enumerate(parts)])
         batch["prompt_ids"] = Ragged.from_rows([e.prompt_ids for e, *_ in parts], torch.int64)
         batch["group"] = torch.tensor([i for _, _, i, _ in parts])
@@ -324,10 +326,16 @@ class Reader:
 
 def _others(examples: Sequence[Example]) -> list[int]:
     """Whose answer each prompt gets for KTO's baseline: the next row's in turn that has another prompt."""
-    n, turn = len(examples), mismatch(len(examples))
-    for i in range(n):
-        later = [(i + k) % n for k in range(1, n)]
-        turn[i] = next((j for j in later if examples[j].prompt_ids != examples[i].prompt_ids), turn[i])
+    n, turn = len(examples), []
+    for i, example in enumerate(examples):
+        later = ((i + k) % n for k in range(1, n))
+        other = next((j for j in later if examples[j].prompt_ids != example.prompt_ids), None)
+        if other is None:
+            raise DataError(
+                f"KTO's baseline pairs each prompt with the answer to another one, but these {n} rows have one prompt; "
+                "the data set (and eval.dataset) needs rows of at least two prompts"
+            )
+        turn.append(other)
     return turn
 
 

@@ -17,7 +17,6 @@ from verl.config.load import check_context
 from verl.config.model import CriticConfig, ModelConfig
 from verl.config.rules import number_of_rewards
 from verl.config.run import RunConfig
-from verl.data import chat
 from verl.dataflow.graph import Plan
 from verl.dataflow.nodes import Critic, ProcessReward, Reference, Teacher
 from verl.engines.fsdp import FsdpEngine
@@ -62,10 +61,8 @@ def _listed(place: Any) -> list[Any]:
     return list(place) if isinstance(place, list | tuple) else [place]
 
 
-def launch(
-    cfg: RunConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, optimizer_steps: int | None, device: torch.device
-) -> Workers:
-    """Load models and build the workers. ``optimizer_steps``: of the whole run, for learning-rate schedules."""
+def launch(cfg: RunConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, laps: int, device: torch.device) -> Workers:
+    """Load models and build the workers. ``laps``: of the whole run, for learning-rate schedules."""
     recipe, actor_cfg = cfg.algorithm.recipe, cfg.actor_model_config
     critic_cfg = _critic_config(cfg, actor_cfg) if plan.node(Critic) is not None else None
     judge_cfg = _own_copy(cfg.process_reward_model_config, actor_cfg) if plan.node(ProcessReward) is not None else None
@@ -76,11 +73,16 @@ def launch(
             trained = Scorer(load_scorer(actor_cfg, device, dtype, cfg.seed))
         else:
             trained = Policy(load_model(actor_cfg, device, dtype))
-    if limit := getattr(trained.config.get_text_config(), "max_position_embeddings", None):
-        check_context(cfg, limit)
+    steps_per_lap = cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
 
-    def engine(module: Policy | Value | SharedValue | Scorer, config: ModelConfig) -> FsdpEngine:
-        return FsdpEngine(module, config.optimizer, optimizer_steps, cfg.gradient_checkpointing)
+    def engine(
+        module: Policy | Value | SharedValue | Scorer, config: ModelConfig, steps: int = laps * steps_per_lap
+    ) -> FsdpEngine:
+        if not isinstance(module, SharedValue):  # it has the policy's positions
+            model_config: Any = module.config
+            if limit := getattr(model_config.get_text_config(), "max_position_embeddings", None):
+                check_context(cfg, limit)
+        return FsdpEngine(module, config.optimizer, steps, cfg.gradient_checkpointing)
 
     actor = engine(trained, actor_cfg)
     learns_from_pairs = recipe.advantage is None
@@ -97,14 +99,18 @@ def launch(
             workers.reference = ReferenceWorker(engine(_frozen(trained), actor_cfg), cfg)
     if plan.node(Teacher) is not None:
         assert cfg.teacher_model_config is not None
-        workers.teacher = TeacherWorker(engine(_teacher(cfg.teacher_model_config, tokenizer, device), actor_cfg), cfg)
+        _check_ids("teacher_model_config", cfg.teacher_model_config, tokenizer)
+        teacher = load_model(cfg.teacher_model_config, device, resolve_dtype(cfg.teacher_model_config.dtype, device))
+        workers.teacher = TeacherWorker(engine(Policy(teacher).requires_grad_(False), actor_cfg), cfg)
     if judge_cfg is not None:
+        _check_ids("process_reward_model_config", judge_cfg, tokenizer)
         with _seeded(cfg.seed):
             judge = Policy(load_model(judge_cfg, device, resolve_dtype(judge_cfg.dtype, device)))
         start = engine(_frozen(judge), judge_cfg)
-        workers.process_reward = ProcessRewardWorker(engine(judge, judge_cfg), start, cfg)
+        workers.process_reward = ProcessRewardWorker(engine(judge, judge_cfg, laps), start, cfg)  # a step per lap
     if critic_cfg is not None:
         assert isinstance(trained, Policy)
+        _check_ids("critic_model_config", critic_cfg, tokenizer)
         with _seeded(cfg.seed):
             value = _value_model(critic_cfg, trained, device, cfg.seed)
         workers.critic = CriticWorker(engine(value, critic_cfg), cfg)
@@ -123,24 +129,30 @@ def _frozen(policy: Policy) -> Policy:
     return copy.deepcopy(policy).requires_grad_(False)
 
 
-def _teacher(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Policy:
-    """A frozen policy that reads the student's token ids; ``RequestError`` where they mean other texts to it."""
-    theirs = load_tokenizer(cfg.model_name_or_path, cfg.trust_remote_code)
+def _check_ids(key: str, cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """``RequestError`` where the policy's token ids mean other texts to a model that reads them.
+
+    A model that has no tokenizer of its own is taken to share the policy's.
+    """
+    source = cfg.model_name_or_path
+    if source is None:
+        return
+    try:
+        theirs = load_tokenizer(source, cfg.trust_remote_code)
+    except RequestError:
+        return
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise RequestError(
-            f"teacher_model_config: {cfg.model_name_or_path} has another vocabulary than the student "
-            f"({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} tokens); a teacher judges the student's own "
-            "tokens, so both need the same tokenizer"
+            f"{key}: {source if isinstance(source, str) else type(source).__name__} has another vocabulary than the "
+            f"policy ({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} tokens), but it reads the policy's "
+            "tokens; both need the same tokenizer"
         )
-    if chat.fingerprint(theirs) != chat.fingerprint(tokenizer):
-        log.warning("the teacher's chat template or special tokens differ from the student's; the student's are used")
-    return Policy(load_model(cfg, device, resolve_dtype(cfg.dtype, device))).requires_grad_(False)
 
 
 def _own_copy(given: ModelConfig | None, actor_cfg: ModelConfig) -> ModelConfig:
-    """A section with its model named: by default a copy of the actor's start, trained in the same way."""
-    section = given or actor_cfg
-    source = section.model_name_or_path or actor_cfg.model_name_or_path
+    """A copy of the actor's start, trained in the same way, where the section doesn't say otherwise."""
+    section = given or actor_cfg  # what it doesn't say was filled in from the actor's when the file was read
+    source = section.model_name_or_path
     if isinstance(source, torch.nn.Module):
         source = copy.deepcopy(source)
     return section.model_copy(update={"model_name_or_path": source})

@@ -128,7 +128,7 @@ class Run:
                 f"{self.folder} has done all its {self.total_steps} steps; to go further: "
                 f"verl resume {self.folder} {key}={2 * (getattr(cfg, key) or 1)}"
             )
-        workers = launch(cfg, self.plan, self.tokenizer, self.total_steps * self._steps_per_lap(), device)
+        workers = launch(cfg, self.plan, self.tokenizer, self.total_steps, device)
         self._closing.append(lambda: close(workers))
         self._utilisation = UtilisationMeter(device)
         self._closing.append(self._utilisation.close)
@@ -152,7 +152,8 @@ class Run:
         cfg, kind = self.cfg, self.cfg.algorithm.recipe.data
         limits: Any = {"max_prompt_length": cfg.max_prompt_length, "overlong": cfg.overlong}
         order: Any = {"seed": cfg.seed, "shuffle": cfg.shuffle, "streaming": cfg.streaming}
-        place: Any = {"columns": cfg.columns, "cache_dir": cfg.dataset_cache_dir, "bad_rows": cfg.bad_rows}
+        place: Any = {"columns": cfg.columns, "cache_dir": cfg.dataset_cache_dir}
+        place["bad_rows"] = cfg.bad_rows if "bad_rows" in cfg.model_fields_set else None  # None: the data set's own
         held_out: Any = place | limits
         if cfg.eval.columns is not None:
             held_out["columns"] = cfg.eval.columns
@@ -180,10 +181,6 @@ class Run:
             raise RequestError("a stream's length is not known: set total_steps instead of total_epochs")
         per_lap = cfg.train_batch_size // cfg.group_size  # prompts, pairs, or rows
         return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // per_lap))
-
-    def _steps_per_lap(self) -> int:
-        cfg = self.cfg
-        return cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
 
     def _open_sinks(self, resume_step: int | None, overwrite: bool) -> None:
         cfg, folder = self.cfg, self.folder

@@ -60,6 +60,10 @@ class PPOTrainer(RLTrainer):
             )
         if "dataset" not in self._keys:
             raise RequestError("PPOTrainer has no data set: pass dataset=, e.g. PreferenceDataset('pairs.jsonl')")
+        given = self._keys.get("algorithm", "ppo")
+        name = given if isinstance(given, str) else dict(given).get("name", "ppo")
+        if name != "ppo":
+            raise RequestError(f"PPOTrainer trains ppo, not {name}: use RLTrainer(..., algorithm={name!r})")
         keys = super()._values()
         algorithm = keys["algorithm"]
         keys["algorithm"] = algorithm | {"name": "ppo"} if "algorithm" not in self._keys else algorithm

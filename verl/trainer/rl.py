@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config.errors import RequestError
 from verl.config.load import load_config
+from verl.config.recipes import RECIPES
 from verl.config.run import RunConfig
 from verl.config.section import Section
 from verl.data.loader import TOY_PROMPTS
@@ -70,13 +71,15 @@ class RLTrainer:
                 section = _given(node.config) | model | section
             if section:
                 keys[key] = section
-        keys.setdefault("dataset", TOY_PROMPTS)
         keys.setdefault("run_dir", _next_free(RunConfig.model_fields["run_dir"].default))
         algorithm = keys.get("algorithm", "ppo" if any(isinstance(n, Critic) for n in nodes) else "grpo")
         algorithm = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
         if self._epochs is not None:
             algorithm["update_epochs"] = self._epochs
         keys["algorithm"] = algorithm
+        recipe = RECIPES.get(algorithm.get("name", ""))
+        if recipe is None or recipe.samples:
+            keys.setdefault("dataset", TOY_PROMPTS)
         return keys
 
     @property

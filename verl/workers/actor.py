@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class ActorWorker:
         if "greedy_scores" in batch:
             facts["greedy_scores"] = batch.tensor("greedy_scores")
         if "reward_parts" in batch:
-            facts["per_reward"], facts["reward_weights"] = _parts(batch), self.cfg.reward_weights
+            facts["per_reward"], facts["reward_weights"] = parts_of(batch), self.cfg.reward_weights
         self._write(batch, call(ESTIMATORS[str(algorithm.recipe.advantage)], facts))
 
     def distill(self, batch: Batch, lap: Lap) -> None:
@@ -203,10 +204,12 @@ def _values(batch: Batch, name: str) -> Tensor:
     return batch.ragged(name).values
 
 
-def _parts(batch: Batch) -> dict[str, Tensor]:
-    """Each reward by itself, ``[B]``; NaN where it abstained."""
+def parts_of(batch: Batch) -> dict[str, Tensor]:
+    """Each reward by itself, ``[B]``; NaN where it abstained, and on rows without a score (one of them failed)."""
     rows: list[dict[str, float | None]] = batch["reward_parts"]  # type: ignore[assignment]
+    unscored = torch.isnan(batch.tensor("scores"))
     values = {name: [r[name] for r in rows] for name in rows[0]}
-    return {
-        n: torch.tensor([float("nan") if x is None else x for x in v], dtype=torch.float64) for n, v in values.items()
+    columns = {
+        n: torch.tensor([math.nan if x is None else x for x in v], dtype=torch.float64) for n, v in values.items()
     }
+    return {name: column.masked_fill(unscored, math.nan) for name, column in columns.items()}

@@ -1,0 +1,31 @@
+"""Configuration files that come with the project are valid; the script of the three stages names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verl.config.load import load_config
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
+STAGES = ROOT / "examples" / "rlhf_three_stages.sh"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_files_load(file):
+    assert load_config(file).actor_model_config.model_name_or_path
+
+
+def test_each_stage_starts_from_what_the_one_before_exports():
+    text = STAGES.read_text()
+    stages = [load_config(ROOT / name) for name in re.findall(r"verl train (\S+\.yaml)", text)]
+    assert [cfg.algorithm.name for cfg in stages] == ["sft", "reward_model", "ppo"]
+    exported = dict(re.findall(r"verl export (\S+) (\S+)", text))
+    sft, reward, ppo = stages
+    assert reward.actor_model_config.model_name_or_path == ppo.actor_model_config.model_name_or_path
+    assert exported[sft.run_dir] == ppo.actor_model_config.model_name_or_path
+    assert exported[reward.run_dir] == ppo.reward_model_config.model_name_or_path
+    assert ppo.reward_weights == [0.0, 1.0]  # the sum is reported, the reward model trains

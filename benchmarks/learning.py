@@ -90,7 +90,7 @@ STUDIES: dict[str, Study] = {
 
 @dataclass
 class Result:
-    """What one run showed. ``seconds``: of the whole command."""
+    """What one run showed. ``seconds``: of the whole command on ``machine``."""
 
     name: str
     seed: int
@@ -99,6 +99,7 @@ class Result:
     rewards: tuple[float, float] | None  # of the first lap, and the mean of the last five
     steps: int
     seconds: float
+    machine: str  # "2 CPU cores", or the GPU's share
 
 
 def run(name: str, seed: int, out: Path, data: Path, cpus: list[int], more: list[str]) -> Result:
@@ -129,12 +130,12 @@ def run(name: str, seed: int, out: Path, data: Path, cpus: list[int], more: list
             [sys.executable, "-m", "verl.cli.main", "export", str(folder), str(out / "teacher")], cwd=ROOT, check=True
         )
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    result = read(name, seed, folder, seconds)
+    result = read(name, seed, folder, seconds, cpus)
     record.write_text(json.dumps(result.__dict__))
     return result
 
 
-def read(name: str, seed: int, folder: Path, seconds: float) -> Result:
+def read(name: str, seed: int, folder: Path, seconds: float, cpus: list[int]) -> Result:
     evaluations, steps = (
         [json.loads(line) for line in (folder / file).read_text().splitlines()]
         for file in ("eval.jsonl", "metrics.jsonl")
@@ -142,24 +143,28 @@ def read(name: str, seed: int, folder: Path, seconds: float) -> Result:
     rewards = [s["reward/mean"] for s in steps if s.get("reward/mean") is not None]
     ends = (rewards[0], statistics.fmean(rewards[-5:])) if rewards else None
     before, after = ({m: e[f"eval/{m}"] for m in STUDIES[name].metrics} for e in (evaluations[0], evaluations[-1]))
-    return Result(name, seed, before, after, ends, len(steps), seconds)
+    machine = "GPU" if "memory/reserved_gib" in steps[-1] else f"{len(cpus) or os.cpu_count()} CPU cores"
+    return Result(name, seed, before, after, ends, len(steps), seconds, machine)
 
 
 def table(results: list[Result]) -> str:
     """One line per algorithm; several seeds side by side."""
     lines = ["| `algorithm.name` | held-out, before | after | reward, first lap to last five | laps | minutes |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    for name, study in STUDIES.items():
+    for name in STUDIES:
         found = sorted((r for r in results if r.name == name), key=lambda r: r.seed)
         if not found:
             continue
-        before, after = ("; ".join(f"{m} {_side([getattr(r, when)[m] for r in found])}" for m in study.metrics)
+        before, after = ("; ".join(f"{m} {_side([getattr(r, when)[m] for r in found])}" for m in found[0].before)
                          for when in ("before", "after"))  # fmt: skip
         rewards = ", ".join(f"{r.rewards[0]:.2f} to {r.rewards[1]:.2f}" for r in found if r.rewards)
-        minutes = sum(r.seconds for r in found) / 60
-        lines.append(f"| `{name}` | {before} | {after} | {rewards or '-'} | {found[0].steps} | {minutes:.1f} |")
-    total = sum(r.seconds for r in results) / 60
-    return "\n".join([*lines, "", f"{len(results)} runs, {total:.0f} minutes in all, each on two cores, fp32."])
+        minutes = ", ".join(f"{r.seconds / 60:.1f}" for r in found)
+        where = " and ".join(dict.fromkeys(r.machine for r in found))
+        cells = (f"`{name}`", before, after, rewards or "-", str(found[0].steps), f"{minutes} on {where}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [*lines, "", f"{len(results)} runs in fp32, {sum(r.seconds for r in results) / 60:.0f} minutes in all."]
+    )
 
 
 def _side(values: list[float]) -> str:

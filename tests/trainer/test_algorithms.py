@@ -277,10 +277,11 @@ def test_keys_that_would_be_ignored_are_refused(make, name, keys, message):
         make(name, algorithm=keys)
 
 
-@pytest.mark.parametrize("key", ["init_kl_coef", "kl_sample_rows"])
-def test_online_dpo_refuses_a_kl_penalty(make, key):
-    with pytest.raises(ConfigError, match=f"{key} is 4, but online_dpo has no KL penalty"):
-        make("online_dpo", **{key: 4})
+def test_online_dpo_refuses_a_kl_penalty_but_tells_the_kl(make):
+    with pytest.raises(ConfigError, match="init_kl_coef is 4, but online_dpo has no KL penalty"):
+        make("online_dpo", init_kl_coef=4)
+    lines = run(make("online_dpo"))[2]
+    assert lines[0]["kl/mean"] == pytest.approx(0, abs=1e-6) and lines[1]["kl/mean"] > 1e-6
 
 
 def test_online_dpo_needs_two_answers(make):

@@ -138,7 +138,7 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             f"group_size {algorithm.pass_k} or algorithm.pass_k {group} would fit",
         )
     if algorithm.recipe.samples and algorithm.recipe.advantage is None:
-        unread = [key for key in ("init_kl_coef", "kl_target", "kl_sample_rows") if getattr(cfg, key)]
+        unread = [key for key in ("init_kl_coef", "kl_target") if getattr(cfg, key)]
         for key in unread:
             yield Violation(
                 (key, "algorithm.name"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import preference
+from verl.algorithms.kl import kl_estimate
 from verl.algorithms.named import call
 from verl.algorithms.preference import PairLoss, RowLoss
 from verl.algorithms.reduce import reduce_loss, row_counts, row_sums, select
@@ -90,6 +91,14 @@ class PairWorker(OfflineWorker):
         batch["preferred"] = preferred
         batch["response_mask"] = mask.with_values(mask.values & (preferred != 0)[mask.row_index])
         lap.metrics["preference/pairs"] = int((preferred > 0).sum())
+
+    def fit(self, batch: Batch, lap: Lap) -> None:
+        if "sampled_logprobs" in batch:  # of the lap's start, over all sampled rows
+            sampled, ref = batch.ragged("sampled_logprobs").values, batch.ragged("ref_logprobs").values
+            everywhere = torch.ones_like(sampled, dtype=torch.bool)
+            kl = kl_estimate(sampled, ref, everywhere, self.cfg.algorithm.kl_estimator)
+            lap.metrics["kl/mean"] = kl.mean().item()
+        super().fit(batch, lap)
 
     def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
         out = self._pairs(outputs["logprobs"], rows)

@@ -135,7 +135,8 @@ class Actor(Node):
         )  # fmt: skip
         yield Op(self, "prefer", reads=("scores", "group"), writes=("preferred",), chosen=True)  # a group's best, worst
         yield Op(
-            self, "fit", reads=(*ROWS, "response_mask"), uses=("ref_logprobs", "sampled_logprobs", *EXAMPLE_FACTS), chosen=True
+            self, "fit", reads=(*ROWS, "response_mask"),
+            uses=("ref_logprobs", "sampled_logprobs", *EXAMPLE_FACTS), chosen=True,
         )  # fmt: skip
 
 

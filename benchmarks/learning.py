@@ -53,7 +53,8 @@ def offline(files: str, *metrics: str, keys: tuple[str, ...] = (), seeds: int = 
 
 
 NUMBER_AND_DIGITS = "[{name: numeric, integer: true, cut_score: 0.25}, {name: regex, pattern: '[0-9]'}]"
-LONGER = ("total_steps=24", "actor_model_config.optimizer.lr=3.0e-5")  # a new head has more to learn
+LONG = ("total_steps=24",)
+LONGER = ("total_steps=40", "actor_model_config.optimizer.lr=3.0e-5")  # a new head has more to learn
 STUDIES: dict[str, Study] = {
     "ppo": Study(file="configs/demo_ppo.yaml", seeds=3),
     "grpo": Study(seeds=3),
@@ -69,11 +70,11 @@ STUDIES: dict[str, Study] = {
     "dpo": offline("pairs", "loss", "accuracy", seeds=3),
     "kto": offline("labelled", "loss", "margin", seeds=3),
     "reward_model": offline("hh", "loss", "accuracy", keys=LONGER, seeds=3),
-    "ipo": offline("pairs", "loss", "accuracy"),
-    "orpo": offline("pairs", "loss", "accuracy"),
-    "simpo": offline("pairs", "loss", "accuracy"),
-    "sft": offline("chats", "loss"),
-    "cpo": offline("pairs", "loss", "accuracy"),
+    "ipo": offline("pairs", "loss", keys=LONG),
+    "orpo": offline("pairs", "accuracy", keys=LONG),
+    "simpo": offline("pairs", "accuracy", keys=LONG),
+    "sft": offline("chats", "loss", keys=LONG),
+    "cpo": offline("pairs", "accuracy", keys=LONG),
     "verifier": offline("labelled", "loss", "accuracy", keys=LONGER),
     "reinforce_plus_plus_baseline": Study(),
     "opo": Study(),
@@ -158,7 +159,7 @@ def table(results: list[Result]) -> str:
         before, after = ("; ".join(f"{m} {_side([getattr(r, when)[m] for r in found])}" for m in found[0].before)
                          for when in ("before", "after"))  # fmt: skip
         rewards = ", ".join(f"{r.rewards[0]:.2f} to {r.rewards[1]:.2f}" for r in found if r.rewards)
-        minutes = ", ".join(f"{r.seconds / 60:.1f}" for r in found)
+        minutes = ", ".join(f"{r.seconds / 60:.1f}" if r.seconds else "?" for r in found)
         where = " and ".join(dict.fromkeys(r.machine for r in found))
         cells = (f"`{name}`", before, after, rewards or "-", str(found[0].steps), f"{minutes} on {where}")
         lines.append(f"| {' | '.join(cells)} |")

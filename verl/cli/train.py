@@ -79,8 +79,9 @@ def _report(console: Console, run: Run, summary: Summary) -> None:
         "checkpoint": run.store.folder(summary.step),
         "use it": f"verl export {folder} {folder / 'model'}",
     }
+    absent = {"curves": not run.cfg.metrics.tensorboard, "samples": not run.cfg.algorithm.recipe.samples}
     for what, where in places.items():
-        if what != "curves" or run.cfg.metrics.tensorboard:
+        if not absent.get(what):
             console.print(f"{what:<11}{where}", highlight=False, soft_wrap=True)
 
 

@@ -298,12 +298,12 @@ def test_signals_save_and_resume_finishes(place, verl):
 
 
 def test_sigint_while_loading(place):
-    (place / "sleepy.py").write_text("import time\nopen('loading', 'w').write('x')\ntime.sleep(60)\n")
+    (place / "sleepy.py").write_text("import time\nwith open('loading', 'w') as f:\n    f.write('x')\ntime.sleep(60)\n")
     process = _start("train", "train.yaml", "reward_fn=sleepy:score")
     _wait_for(place / "loading", process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, err = _finish(process)
-    assert code == 130
+    assert code == 130, err
     assert "Traceback" not in err
 
 

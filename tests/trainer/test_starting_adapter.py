@@ -35,7 +35,8 @@ def test_the_anchor_is_the_starting_policy_and_never_moves(adapter, tmp_path, na
     }  # fmt: skip
     if RECIPES[name].samples:
         keys |= {"dataset": [{"prompt": p} for p, *_ in PAIRS], "reward_fn": "tests.trainer.reward:low_ids"}
-        keys |= {"rollout_batch_size": 16, "group_size": 1 if name == "ppo" else 4, "init_kl_coef": 0.1}
+        keys |= {"rollout_batch_size": 16, "group_size": 1 if name == "ppo" else 4}
+        keys |= {} if name == "online_dpo" else {"init_kl_coef": 0.1}
     else:
         keys |= {"dataset": write(tmp_path, RECIPES[name].data), "train_batch_size": 4}
     with Run(load_config(None, **keys), console=False) as run:

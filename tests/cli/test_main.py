@@ -68,7 +68,8 @@ def _place(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, **keys: ob
 
 
 def _start(*args: str) -> subprocess.Popen:
-    """The real command in a process group of its own, as a shell starts it."""
+    """The real command in a process group of its own, as a shell starts it in the foreground: there SIGINT counts,
+    whereas a test run in a shell's background inherits it ignored."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.Popen(
         [sys.executable, "-m", "verl.cli.main", *args],
@@ -77,6 +78,7 @@ def _start(*args: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

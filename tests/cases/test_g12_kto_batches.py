@@ -19,20 +19,20 @@ RANKS = [[(True, 2.0, 1.0), (True, -1.0, 0.4), (True, 0.5, 0.1)], [(False, 1.5, 
 
 def test_rotation_never_matches_a_row_with_itself():
     completions = ["y0", "y1", "y2"]
-    assert [completions[i] for i in mismatch(3)] == ["y1", "y2", "y0"]
+    assert [completions[i] for i in mismatch(range(3))] == ["y1", "y2", "y0"]
     for n in range(2, 12):
-        partners = mismatch(n)
+        partners = mismatch(range(n))
         assert sorted(partners) == list(range(n)) and all(i != partner for i, partner in enumerate(partners))
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_a_batch_of_one_is_refused(n):
     with pytest.raises(ValueError, match=f"KTO needs at least two rows per batch, this one has {n}"):
-        mismatch(n)
+        mismatch(range(n))
 
 
 def test_a_last_batch_of_one_has_a_partner_from_another_batch():
-    partners = mismatch(5)
+    partners = mismatch(range(5))
     batches = [list(range(5))[k : k + 2] for k in range(0, 5, 2)]
     assert batches[-1] == [4] and partners[4] == 0
 

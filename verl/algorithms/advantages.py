@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import kl_estimate
-from verl.algorithms.reduce import row_counts, select
+from verl.algorithms.reduce import last_tokens, row_counts, select
 
 
 class TokenAdvantages(NamedTuple):
@@ -35,14 +35,12 @@ def place_scores(scores: Tensor, mask: Tensor, row: Tensor, n_rows: int) -> Tens
     A fully masked row gets nothing. ``ValueError`` for a NaN score on a row that is not (see ``without_abstained``).
     """
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    tokens = mask.nonzero().squeeze(1)
-    last = tokens[row_counts(mask, row, n_rows).cumsum(0) - 1] if len(tokens) else tokens  # [B], right where count > 0
-    rows = row[tokens].unique()
+    rows = row[mask].unique()
     placed = scores.to(mask.device)[rows]
     if torch.isnan(placed).any():
         raise ValueError(f"rows {rows[torch.isnan(placed)].tolist()} have no score: mask them out first")
     if len(rows):
-        rewards[last[rows]] = placed.to(rewards.dtype)
+        rewards[last_tokens(mask, row, n_rows)[rows]] = placed.to(rewards.dtype)
     return rewards
 
 

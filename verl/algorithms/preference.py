@@ -9,7 +9,7 @@ Gradients flow to the policy's log-probabilities or scores only. Everything is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -149,19 +149,29 @@ def kto_baseline(total: Tensor, count: int | Tensor) -> Tensor:
     return (_wide(total).detach() / count).clamp(min=0)
 
 
-def mismatch(n: int) -> list[int]:
-    """Whose response each of ``n`` rows is paired with for the baseline: rotation by one, so no row gets its own.
+def mismatch(prompts: Sequence[Hashable]) -> list[int]:
+    """Whose response each row is paired with for the baseline: the next row's in turn that answers another prompt.
 
-    Reversal would leave the middle of an odd number to itself. Rotate all rows of a lap, before they are cut: then a
-    last mini-batch of one row has a partner, too. The partner must answer another prompt, so rows of one prompt must
-    not be neighbours. ``ValueError`` for fewer than two rows.
+    With all prompts different that is rotation by one; reversal would leave the middle of an odd number to itself.
+    Rotate all rows of a lap, before they are cut: then a last mini-batch of one row has a partner, too. ``ValueError``
+    for fewer than two rows, and where all have one prompt.
     """
+    n, partners = len(prompts), []
     if n < 2:
         raise ValueError(
             f"KTO needs at least two rows per batch, this one has {n}: "
             "its baseline comes from prompts with another row's response"
         )
-    return [*range(1, n), 0]
+    for i, prompt in enumerate(prompts):
+        later = ((i + k) % n for k in range(1, n))
+        other = next((j for j in later if prompts[j] != prompt), None)
+        if other is None:
+            raise ValueError(
+                f"KTO's baseline pairs each prompt with the answer to another one, but these {n} rows have one prompt; "
+                "the data set (and eval.dataset) needs rows of at least two prompts"
+            )
+        partners.append(other)
+    return partners
 
 
 def kto_statistics(out: RowLoss, desirable: Tensor) -> dict[str, float]:

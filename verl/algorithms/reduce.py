@@ -34,6 +34,14 @@ def row_counts(mask: Tensor, row: Tensor, n_rows: int) -> Tensor:
     return torch.zeros(n_rows, dtype=torch.int64, device=mask.device).index_add(0, row, mask.to(torch.int64))
 
 
+def last_tokens(mask: Tensor, row: Tensor, n_rows: int) -> Tensor:
+    """``[B]`` position of each row's last masked token; meaningless for a row without any."""
+    tokens = mask.nonzero().squeeze(1)
+    if not len(tokens):
+        return torch.zeros(n_rows, dtype=torch.int64, device=mask.device)
+    return tokens[row_counts(mask, row, n_rows).cumsum(0) - 1]
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Scalar mean over masked values; 0 when there are none."""
     return select(values, mask).sum() / mask.sum().clamp(min=1)

@@ -81,7 +81,6 @@ class Fault:
 def words_of(cfg: RunConfig) -> BatchWords:
     """The configuration's sizes, with the algorithm's default group size."""
     algorithm = cfg.algorithm
-    in_pairs = algorithm.recipe.samples and algorithm.recipe.advantage is None
     unit, least_train = None, 1
     if not algorithm.recipe.samples:
         unit, least_train = (2 if algorithm.recipe.data == "pairs" else 1), (2 if algorithm.name == "kto" else 1)
@@ -92,10 +91,12 @@ def words_of(cfg: RunConfig) -> BatchWords:
         cfg.mini_batch_size,
         cfg.micro_batch_size,
         cfg.gradient_accumulation_steps,
-        least_group=2 if algorithm.needs_groups and (in_pairs or not algorithm.allow_singletons) else 1,
+        least_group=2
+        if algorithm.needs_groups and (algorithm.recipe.pairs_sampled or not algorithm.allow_singletons)
+        else 1,
         unit=unit,
         least_train=least_train,
-        whole_groups=in_pairs,
+        whole_groups=algorithm.recipe.pairs_sampled,
     )
 
 

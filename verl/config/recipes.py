@@ -36,6 +36,11 @@ class Recipe:
         """Whether answers are sampled while training."""
         return self.data == "prompts"
 
+    @property
+    def pairs_sampled(self) -> bool:
+        """Whether sampled answers of a group become preference pairs, instead of getting advantages."""
+        return self.samples and self.advantage is None
+
 
 def _rl(about: str, advantage: str, *needs: Need, loss: str = "ppo", **defaults: Any) -> Recipe:
     return Recipe(about, advantage, loss, frozenset({"reward", *needs}), defaults=defaults)

@@ -82,7 +82,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     longest, what = prompt + response, "one row, max_prompt_length {p} + max_response_length {r}"
     if recipe.data == "pairs":  # prompt and answer share one limit
         longest, what = 2 * longest, "a pair, 2 x (max_prompt_length {p} + max_response_length {r})"
-    elif recipe.samples and recipe.advantage is None:  # the prompt is computed once
+    elif recipe.pairs_sampled:  # the prompt is computed once
         longest, what = prompt + 2 * response, "a pair, max_prompt_length {p} + 2 x max_response_length {r}"
     budget = cfg.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
@@ -137,7 +137,7 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             f"algorithm.pass_k is {algorithm.pass_k} and group_size is {group}: a group needs k rows; "
             f"group_size {algorithm.pass_k} or algorithm.pass_k {group} would fit",
         )
-    if algorithm.recipe.samples and algorithm.recipe.advantage is None:
+    if algorithm.recipe.pairs_sampled:
         unread = [key for key in ("init_kl_coef", "kl_target") if getattr(cfg, key)]
         for key in unread:
             yield Violation(

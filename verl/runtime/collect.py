@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl.algorithms.preference import mismatch
 from verl.batch import Batch, Ragged
 from verl.config.errors import DataError, RunError
 from verl.config.run import RunConfig
@@ -69,6 +70,10 @@ class Lot:
     untrained: frozenset[int] = frozenset()
     tokens: int = 0
     collected: Collected | None = field(default=None, repr=False)
+
+    @property
+    def trained(self) -> list[int]:
+        return [i for i in range(len(self.batch)) if i not in self.untrained]
 
 
 class Sampler:
@@ -300,7 +305,11 @@ class Reader:
         own = len(parts)
         if self.cfg.algorithm.name == "kto":
             limit = self.cfg.max_prompt_length + self.cfg.max_response_length
-            for i, other in enumerate(_others(examples)):
+            try:
+                partners = mismatch([e.prompt_ids for e in examples])
+            except ValueError as error:
+                raise DataError(str(error)) from error
+            for i, other in enumerate(partners):
                 said, room = examples[other].completions[0], limit - len(examples[i].prompt_ids)
                 parts.append((examples[i], Completion(said.ids[:room], said.mask[:room], said.text), i, 0))
         batch = Batch([f"{e.id}/{place}" for place, (e, *_) in enumerate(parts)])
@@ -322,21 +331,6 @@ class Reader:
         tokens = len(batch.ragged("prompt_ids").values) + len(batch.ragged("response_ids").values)
         metrics: dict[str, float | None] = {"response/length_mean": mask.lengths[:own].double().mean().item()}
         return Lot(batch, metrics, frozenset(range(own, len(parts))), tokens)
-
-
-def _others(examples: Sequence[Example]) -> list[int]:
-    """Whose answer each prompt gets for KTO's baseline: the next row's in turn that has another prompt."""
-    n, turn = len(examples), []
-    for i, example in enumerate(examples):
-        later = ((i + k) % n for k in range(1, n))
-        other = next((j for j in later if examples[j].prompt_ids != example.prompt_ids), None)
-        if other is None:
-            raise DataError(
-                f"KTO's baseline pairs each prompt with the answer to another one, but these {n} rows have one prompt; "
-                "the data set (and eval.dataset) needs rows of at least two prompts"
-            )
-        turn.append(other)
-    return turn
 
 
 def _telling(collected: Collected, n: int) -> list[int]:

@@ -139,8 +139,7 @@ class Controller:
         batch, loop = lot.batch, asyncio.get_running_loop()
         with self._located("evaluation"):
             lap.forward = self._seat(batch, range(len(batch)), passes_only=True)
-            trained = [i for i in range(len(batch)) if i not in lot.untrained]
-            lap.update = self._seat(batch, trained, passes_only=True)
+            lap.update = self._seat(batch, lot.trained, passes_only=True)
             if self.workers.reference is not None:
                 await loop.run_in_executor(self.workers.compute, self.workers.reference.logprobs, batch, lap)
             return await loop.run_in_executor(self.workers.compute, self.workers.actor.judge, batch, lap)
@@ -200,7 +199,7 @@ class Controller:
     def _update_seats(self, lot: Lot, lap: Lap) -> Seats:
         """Rows whose loss is exactly zero are counted in every denominator but not computed."""
         algorithm, actor, batch = self.cfg.algorithm, self.workers.actor, lot.batch
-        trained = [i for i in range(len(batch)) if i not in lot.untrained]
+        trained = lot.trained
         if isinstance(actor, ActorWorker):
             in_loss = algorithm.entropy_coef or (lap.kl_coef and algorithm.kl_in == "loss")
             in_loss = in_loss or algorithm.recipe.loss == "kl_cov"  # its KL has a gradient whatever the advantage

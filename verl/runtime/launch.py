@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -64,8 +64,21 @@ def _listed(place: Any) -> list[Any]:
 def launch(cfg: RunConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, laps: int, device: torch.device) -> Workers:
     """Load models and build the workers. ``laps``: of the whole run, for learning-rate schedules."""
     recipe, actor_cfg = cfg.algorithm.recipe, cfg.actor_model_config
-    critic_cfg = _critic_config(cfg, actor_cfg) if plan.node(Critic) is not None else None
-    judge_cfg = _own_copy(cfg.process_reward_model_config, actor_cfg) if plan.node(ProcessReward) is not None else None
+    critic_cfg = judge_cfg = None
+    if plan.node(Critic) is not None:
+        critic_cfg = cfg.critic_model_config or CriticConfig()
+        if critic_cfg.shares is None:
+            critic_cfg = _with_model(critic_cfg, actor_cfg)
+    if plan.node(ProcessReward) is not None:  # what its section doesn't say was filled in from the actor's
+        judge_cfg = _with_model(cfg.process_reward_model_config or actor_cfg, actor_cfg)
+    readers = {
+        Critic: "critic_model_config",
+        ProcessReward: "process_reward_model_config",
+        Teacher: "teacher_model_config",
+    }
+    for node, key in readers.items():
+        if plan.node(node) is not None:
+            _check_ids(key, getattr(cfg, key), actor_cfg, tokenizer)
     dtype = resolve_dtype(actor_cfg.dtype, device)
     trained: Policy | Scorer
     with _seeded(cfg.seed):
@@ -99,18 +112,15 @@ def launch(cfg: RunConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, laps:
             workers.reference = ReferenceWorker(engine(_frozen(trained), actor_cfg), cfg)
     if plan.node(Teacher) is not None:
         assert cfg.teacher_model_config is not None
-        _check_ids("teacher_model_config", cfg.teacher_model_config, tokenizer)
         teacher = load_model(cfg.teacher_model_config, device, resolve_dtype(cfg.teacher_model_config.dtype, device))
         workers.teacher = TeacherWorker(engine(Policy(teacher).requires_grad_(False), actor_cfg), cfg)
     if judge_cfg is not None:
-        _check_ids("process_reward_model_config", judge_cfg, tokenizer)
         with _seeded(cfg.seed):
             judge = Policy(load_model(judge_cfg, device, resolve_dtype(judge_cfg.dtype, device)))
         start = engine(_frozen(judge), judge_cfg)
         workers.process_reward = ProcessRewardWorker(engine(judge, judge_cfg, laps), start, cfg)  # a step per lap
     if critic_cfg is not None:
         assert isinstance(trained, Policy)
-        _check_ids("critic_model_config", critic_cfg, tokenizer)
         with _seeded(cfg.seed):
             value = _value_model(critic_cfg, trained, device, cfg.seed)
         workers.critic = CriticWorker(engine(value, critic_cfg), cfg)
@@ -129,13 +139,13 @@ def _frozen(policy: Policy) -> Policy:
     return copy.deepcopy(policy).requires_grad_(False)
 
 
-def _check_ids(key: str, cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_ids(key: str, cfg: ModelConfig | None, actor_cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """``RequestError`` where the policy's token ids mean other texts to a model that reads them.
 
     A model that has no tokenizer of its own is taken to share the policy's.
     """
-    source = cfg.model_name_or_path
-    if source is None:
+    source = None if cfg is None else cfg.model_name_or_path
+    if cfg is None or source is None or source == actor_cfg.model_name_or_path:
         return
     try:
         theirs = load_tokenizer(source, cfg.trust_remote_code)
@@ -149,10 +159,15 @@ def _check_ids(key: str, cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -
         )
 
 
-def _own_copy(given: ModelConfig | None, actor_cfg: ModelConfig) -> ModelConfig:
-    """A copy of the actor's start, trained in the same way, where the section doesn't say otherwise."""
-    section = given or actor_cfg  # what it doesn't say was filled in from the actor's when the file was read
-    source = section.model_name_or_path
+S = TypeVar("S", bound=ModelConfig)
+
+
+def _with_model(section: S, actor_cfg: ModelConfig) -> S:
+    """The section with its model named: by default the actor's start.
+
+    A loaded module is copied here, before the actor takes it over (adapters are put into it in place).
+    """
+    source = actor_cfg.model_name_or_path if section.model_name_or_path is None else section.model_name_or_path
     if isinstance(source, torch.nn.Module):
         source = copy.deepcopy(source)
     return section.model_copy(update={"model_name_or_path": source})
@@ -164,20 +179,6 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
-
-
-def _critic_config(cfg: RunConfig, actor_cfg: ModelConfig) -> CriticConfig:
-    """The critic's section with its model named: by default a copy of the actor's start.
-
-    A loaded module is copied here, before the actor takes it over (adapters are put into it in place).
-    """
-    critic = cfg.critic_model_config or CriticConfig()
-    if critic.shares == "actor":
-        return critic
-    source = actor_cfg.model_name_or_path if critic.model_name_or_path is None else critic.model_name_or_path
-    if isinstance(source, torch.nn.Module):
-        source = copy.deepcopy(source)
-    return critic.model_copy(update={"model_name_or_path": source})
 
 
 def _value_model(cfg: CriticConfig, policy: Policy, device: torch.device, seed: int) -> Value | SharedValue:

@@ -24,7 +24,7 @@ def flow_of(cfg: RunConfig) -> DataFlow:
     recipe = cfg.algorithm.recipe
     if not recipe.samples:
         return offline_flow(cfg)
-    if recipe.advantage is None:
+    if recipe.pairs_sampled:
         return online_pairs_flow(cfg)
     return ppo_flow(cfg) if "values" in recipe.needs else sampled_flow(cfg)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import ESTIMATORS, TokenAdvantages, broadcast, place_scores, subtract_kl
-from verl.algorithms.correction import correction_weights
+from verl.algorithms.correction import correction_weights, effective_share
 from verl.algorithms.kl import kl_estimate
 from verl.algorithms.named import call
 from verl.algorithms.policy import POLICY_LOSSES, covariance_tokens
@@ -75,7 +74,8 @@ class ActorWorker:
         column = batch.ragged("response_mask")
         mask = column.values
         if isinstance(estimate, Tensor):  # one per row
-            estimate = TokenAdvantages(*(broadcast(estimate, mask, column.row_index),) * 2)
+            spread = broadcast(estimate, mask, column.row_index)
+            estimate = TokenAdvantages(spread, spread)
         advantages, returns = estimate
         if self.cfg.algorithm.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
@@ -116,10 +116,12 @@ class ActorWorker:
             m["kl/mean"] = steps.mean("kl", "tokens")
             m["kl/per_response"] = lap.kl_per_response = steps.mean("kl", "rows")
         m["rollout/kl"] = steps.mean("sampler_kl", "tokens")
-        m["rollout/effective_share"] = _effective_share(steps.sums, "ratio")
-        if algorithm.correction != "none":
+        sums, tokens = steps.sums, steps.sums.get("tokens")
+        if tokens:
+            m["rollout/effective_share"] = effective_share(sums["ratio"], sums["ratio_squares"], tokens)
+        if tokens and algorithm.correction != "none":
             m["correction/weight_mean"] = steps.mean("weight", "tokens")
-            m["correction/effective_share"] = _effective_share(steps.sums, "weight")
+            m["correction/effective_share"] = effective_share(sums["weight"], sums["weight_squares"], tokens)
             m["correction/changed"] = steps.mean("weight_changed", "tokens")
         if "old_logprobs" in batch:
             gap = (_values(batch, "old_logprobs") - _values(batch, "sampled_logprobs")).abs()
@@ -192,12 +194,6 @@ class ActorWorker:
             return total, {k: float(v) for k, v in stats.items()}
 
         return loss
-
-
-def _effective_share(sums: Mapping[str, float], name: str) -> float | None:
-    """Effective sample size of importance weights as a share of the tokens (Kish)."""
-    squares, tokens = sums.get(f"{name}_squares"), sums.get("tokens")
-    return sums[name] ** 2 / squares / tokens if squares and tokens else None
 
 
 def _values(batch: Batch, name: str) -> Tensor:

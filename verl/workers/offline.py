@@ -16,7 +16,7 @@ from verl.algorithms import preference
 from verl.algorithms.kl import kl_estimate
 from verl.algorithms.named import call
 from verl.algorithms.preference import PairLoss, RowLoss
-from verl.algorithms.reduce import reduce_loss, row_counts, row_sums, select
+from verl.algorithms.reduce import last_tokens, reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch
 from verl.config.run import RunConfig
 from verl.engines.base import LossFn, TrainEngine
@@ -182,9 +182,7 @@ class ScorerWorker(OfflineWorker):
     def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
         scores = outputs["scores"]
         mask, row, device = _mask(rows, scores)
-        last = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        tokens = mask.nonzero()[:, 0]
-        scores = scores[last.scatter_reduce(0, row[tokens], tokens, "amax")]  # of each row's last masked token
+        scores = scores[last_tokens(mask, row, len(rows))]
         if self.cfg.algorithm.recipe.loss == "outcome":
             labels = rows.tensor("label").to(device)
             out = preference.outcome(scores, labels)

@@ -214,7 +214,9 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(one, todo))
     failed = [r for r in results if isinstance(r, str)]
-    text = table([r for r in results if isinstance(r, Result)])
+    text = table(
+        [Result(**json.loads(file.read_text())) for file in out.glob("*/result.json")]
+    )  # of earlier calls, too
     print(text, *failed, sep="\n")
     if args.table:
         page = args.table.read_text()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -186,15 +187,23 @@ def test_what_does_not_end_is_ended_and_leaves_nothing(
     assert running() <= before and not list(tmp_path.iterdir())
 
 
-def running() -> set[str]:
-    """Sandboxed processes, by id."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def running() -> set[int]:
+    """Sandboxed processes, by id: this process's and orphans, not those of test processes beside this one."""
+    parents, sandboxed = {}, set()
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if "sandbox.py" in path.read_text():
-                found.add(path.parent.name)
+            parents[int(path.name)] = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if "sandbox.py" in (path / "cmdline").read_text():
+                sandboxed.add(int(path.name))
         except OSError:
             continue
+    found = set()
+    for pid in sandboxed:
+        line = [pid]
+        while line[-1] in parents:
+            line.append(parents[line[-1]])
+        if os.getpid() in line or os.getppid() not in line:
+            found.add(pid)
     return found
 
 

@@ -39,7 +39,7 @@ def test_twenty_batches_with_a_hung_row(kind: str, caplog: pytest.LogCaptureFixt
             start = time.perf_counter()
             with caplog.at_level(logging.WARNING, "verl"):
                 scores = rewards.score(rows)
-            assert time.perf_counter() - start < timeout + 2
+            assert time.perf_counter() - start < timeout + 10
             assert scores.totals == [*others[:2], -1.0, others[2]]
             assert scores.counts["timed_out"] == 1
             assert rewards.names[0] in caplog.text and "row 2 (p0/2) did not return within" in caplog.text
@@ -73,7 +73,7 @@ def test_a_program_that_never_ends_is_wrong_and_leaves_nothing() -> None:
         for _ in range(3):
             start = time.perf_counter()
             scores = rewards.score(rows)
-            assert time.perf_counter() - start < 3
+            assert time.perf_counter() - start < 20  # the loop has no end
             assert scores.totals == [1.0, 0.0, 0.0, 1.0] and scores.counts["timed_out"] == 0
             assert scores.extra["code/timed_out"] == [0.0, 0.0, 1.0, 0.0]
             assert running() <= programs
@@ -95,7 +95,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
             for _ in range(2):
                 start = time.perf_counter()
                 scores = rewards.score(make_rows(["hang", "a"]))
-                assert time.perf_counter() - start < 1.0 + 2
+                assert time.perf_counter() - start < 6.5  # ten attempts of 0.7 s
                 assert scores.totals == [-1.0, -1.0] and scores.counts["timed_out"] == 2
                 assert rewards.score(make_rows(["a", "b"])).totals == [1.0, 1.0]
         hang.set()

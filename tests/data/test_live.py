@@ -119,7 +119,7 @@ def test_a_take_that_waits_goes_on_with_the_row_that_is_posted(file, feeds):
     start = time.monotonic()
     assert post(feed, {"prompt": "xa"}) == (200, {"accepted": 1})
     thread.join(5)
-    assert ids(got) == ["0"] and time.monotonic() - start < 2
+    assert ids(got) == ["0"] and time.monotonic() - start < 5
 
 
 def test_closing_ends_a_take_that_waits(file, feeds):

@@ -72,7 +72,7 @@ def test_async_callables_run_side_by_side_on_one_loop() -> None:
         start = time.perf_counter()
         assert rewards.score(rows).totals == [float(i) for i in range(1, 11)]
         rewards.score(rows)
-        assert time.perf_counter() - start < 1.5
+        assert time.perf_counter() - start < 3  # 20 x 0.2 s one after the other
     assert len(loops) == 1
 
 

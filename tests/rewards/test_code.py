@@ -182,7 +182,7 @@ def test_what_does_not_end_is_ended_and_leaves_nothing(
     before, start = running(), time.perf_counter()
     (row,) = make_rows([f"open('left', 'w').write('x')\n{program}"], answer=[tests])
     result = rule.code(row, timeout=0.6)
-    assert result["score"] == 0.0 and time.perf_counter() - start < 2.5
+    assert result["score"] == 0.0 and time.perf_counter() - start < 10
     assert result["timed_out"] == float("Thread" not in program or tests is LINES)
     assert running() <= before and not list(tmp_path.iterdir())
 

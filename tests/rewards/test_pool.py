@@ -97,7 +97,7 @@ def test_async_functions_are_awaited_side_by_side_and_only_the_hung_row_fails() 
         rewards.score(rows[:1])
         start = time.perf_counter()
         assert rewards.score(rows).totals == [float(n) for n in range(1, 17)]
-        assert time.perf_counter() - start < 1.5  # 16 x 0.3 s one after the other
+        assert time.perf_counter() - start < 4  # 16 x 0.3 s one after the other
         scores = rewards.score(make_rows(["a", "hang", "abc"]))
         assert scores.totals == [1.0, None, 3.0] and scores.counts["timed_out"] == 1
         scores = rewards.score(make_rows(["a", "block", "abc"]))  # not even cancelling works: each row goes alone

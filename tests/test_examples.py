@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,13 @@ def test_each_stage_starts_from_what_the_one_before_exports():
     assert exported[sft.run_dir] == ppo.actor_model_config.model_name_or_path
     assert exported[reward.run_dir] == ppo.reward_model_config.model_name_or_path
     assert ppo.reward_weights == [0.0, 1.0]  # the sum is reported, the reward model trains
+
+
+def test_a_flow_of_one_s_own_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["custom_flow.py"])
+    said = runpy.run_path(str(ROOT / "examples" / "custom_flow.py"), run_name="__main__")["metrics"]
+    text = capsys.readouterr().out
+    assert "helpful.score" in text and "brief: reward brevity, weight 0.2" in text and text.count("reward/helpful") == 3
+    assert said["reward/mean"] == pytest.approx(said["reward/helpful"] + 0.2 * said["reward/brief"])
+    assert said["reward/brief"] < 0 and len(Path("runs/default/metrics.jsonl").read_text().splitlines()) == 3

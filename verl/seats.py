@@ -49,6 +49,16 @@ class Seats:
         """The rank's micro-batches of all mini-batches in order; what a pass without gradients walks."""
         return [micro for mini in self.mini_batches for micro in mini.ranks[rank]]
 
+    def share(self, rank: int, rows: Sequence[int]) -> Seats:
+        """The rank's part alone, for a batch that holds just ``rows``, in this order: row numbers are places there."""
+        place = {row: i for i, row in enumerate(rows)}
+        return Seats(
+            [
+                MiniBatch([[[place[row] for row in micro] for micro in mini.ranks[rank]]], mini.totals)
+                for mini in self.mini_batches
+            ]
+        )
+
 
 @dataclass(frozen=True)
 class _Unit:

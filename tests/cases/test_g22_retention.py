@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 
+from verl.checkpoint.parts import write_parts
 from verl.checkpoint.store import CheckpointStore
 from verl.config.errors import RunError
 
@@ -103,6 +104,36 @@ def test_g22_b_killed_half_way(place, resumes_from, tmp_path):
     assert restarted.latest() == resumes_from
     assert restarted.load().json("state") == {"step": resumes_from}
     restarted.save(2, parts(2))
+    assert_only(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2"]
+
+
+def write_half_and_die(folder) -> None:
+    """The second of two writers; killed in the middle of its part."""
+
+    def die():
+        yield "w", torch.ones(SIZE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_parts(folder, {"critic": die()})
+
+
+def test_g22_b_one_of_two_writers_killed_half_way(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, parts(1))
+    folder = store.begin(2)
+    entries = write_parts(folder, parts(2))
+    child = multiprocessing.get_context("spawn").Process(target=write_half_and_die, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and (folder / "critic.safetensors").stat().st_size > 0
+    assert_only(tmp_path, 1)  # a controller killed now resumes from it
+    with pytest.raises(
+        RunError, match=rf"critic\.safetensors was written by nobody.* complete one is {tmp_path}/step_1"
+    ):
+        store.commit(2, entries)
+    assert_only(tmp_path, 1)
+    store.save(2, parts(2))
     assert_only(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2"]
 

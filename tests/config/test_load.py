@@ -178,10 +178,10 @@ def test_a_wrong_value_is_not_judged_a_second_time_by_the_rules_between_keys():
         ({"actor_model_config": {"model_name_or_path": "m", "optimizer": "lion"}}, ["name is 'lion'", "adamw, sgd"]),
         ({"reward_model_config": {"model_name_or_path": "r", "trainable": True}}, ["trainable is true", "built yet"]),
         ({"rollout": {"engine": "vllm"}}, ["rollout.engine is 'vllm'", "one of auto, native"]),
-        ({"cluster": {"backend": "ray"}}, ["cluster.backend is 'ray'", "must be local", "built yet"]),
+        ({"cluster": {"backend": "slurm"}}, ["cluster.backend is 'slurm'", "one of local, ray"]),
+        ({"cluster": {"max_restarts": -1}}, ["cluster.max_restarts is -1", "such as 0 or 1"]),
+        ({"cluster": {"heartbeat_seconds": 0}}, ["cluster.heartbeat_seconds is 0", "a number > 0, such as 20.0 or"]),
         ({"device_map": {"actr": "cpu"}}, ["'actr' is no role", "reward_model"]),
-        ({"device_map": {"actor": [0, 1]}}, ["names 2 devices (0, 1)", "cpu or [0]"]),
-        ({"device_map": {"actor": [0], "critic": "cpu"}}, ["names 2 devices (0, cpu)"]),
     ],
 )
 def test_message_of_one_violation(values, words):
@@ -242,7 +242,7 @@ ODD = {
     "actor_model_config": {"model_name_or_path": "m", "optimizer": {"lr": 3e-5, "betas": (0.0, 0.5)}},
     "columns": {"prompt": "question"},
     "metrics": {"alarms": {"generate/latency_p99": 3}},
-    "device_map": {"actor": "cpu"},
+    "device_map": {"actor": [0, "2-3"], "critic": "cpu:1"},
 }
 
 

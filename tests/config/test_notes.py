@@ -11,6 +11,7 @@ from tests.config.samples import load
 from verl.config.load import memory_advice, notes
 
 FILE = {"rollout_batch_size": 128, "train_batch_size": 512, "micro_batch_size": 32, "gradient_accumulation_steps": 4}
+TWO = {"device_map": {"actor": [0, 1]}}
 
 
 def warnings(**values) -> list[str]:
@@ -42,6 +43,14 @@ def test_no_warning_without_a_reason():
             {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}},
             ["FULL_SHARD", "nothing is sharded"],
         ),
+        (
+            {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"shard_size": 2}}, **TWO},
+            ["shard_size is 2, which only HYBRID_SHARD reads", "FULL_SHARD"],
+        ),
+        ({"device_map": {"actor": [0], "teacher": [1]}}, ["device_map.teacher is given, but ppo as it is set runs no"]),
+        ({"device_map": {"actor": 0, "reference": 1}, "init_kl_coef": 0.0}, ["runs no reference"]),
+        ({"cluster": {"address": "10.0.0.1:6379"}}, ["cluster.address", "only cluster.backend ray"]),
+        ({"cluster": {"max_restarts": 1}}, ["max_restarts is 1", "this process"]),
         ({"eval": {"every_steps": 5}}, ["eval.every_steps is 5 without eval.dataset"]),
     ],
 )
@@ -49,6 +58,29 @@ def test_warnings(values, words):
     (text,) = warnings(**values)
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, **TWO},
+        {"cluster": {"max_restarts": 1}, **TWO},
+        {"cluster": {"max_restarts": 1, "backend": "ray", "address": "10.0.0.1:6379"}},
+        {"device_map": {"actor": 0, "reference": 1}},
+    ],
+)
+def test_no_warning_where_it_means_something(values):
+    assert warnings(**values) == []
+
+
+def test_workers_are_told_where_there_are_several():
+    assert len(notes(load(device_map={"actor": "cpu"}))) == len(notes(load())) == 2
+    apart = {"actor": [0, 1], "critic": [1], "reward_model": "cpu"}
+    line = notes(load(device_map=apart, reward_model_config={"model_name_or_path": "r"}, init_kl_coef=0.0))[2]
+    assert (
+        line == "3 workers: 0 on cuda:0: actor, rollout; 1 on cuda:1: actor, critic, rollout; 2 on cpu:0: reward_model"
+    )
+    assert notes(load(device_map={"critic": [1]}))[2].startswith("device_map has no actor: it,")
 
 
 def test_memory_advice_keeps_the_mini_batch():

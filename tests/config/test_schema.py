@@ -56,6 +56,8 @@ def test_every_key_is_described_and_its_examples_are_accepted(path, field):
             values["use_lora"] = True  # what is trained over a 4-bit base
         for section in reversed(path[:-1]):
             values = {section: values}
+        if path[-1] == "tensor_parallel_size":
+            values["device_map"] = {"actor": [0, 1]}
         load_config(None, partial=True, **values) if path[0] not in LINKED else RunConfig.model_validate(values)
 
 

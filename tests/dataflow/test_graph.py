@@ -106,12 +106,66 @@ def test_a_reader_before_its_writer_is_told_where_to_move_it():
         flow.publish(actor, to=rollout).compile()
 
 
-def test_two_writers():
-    data, rollout, actor, reward, _ = nodes()
-    twin = RewardModel(name="second")
-    flow = DataFlow(data, rollout).collect(rollout.generate, reward.score, twin.score).publish(actor, to=rollout)
-    with pytest.raises(FlowError, match=r"'scores' has two writers: reward\.score and second\.score"):
-        flow.compile()
+def two_rewards(*ops):
+    """A flow with two reward nodes; ``ops`` are run before the advantages."""
+    data, rollout, actor, _, _ = nodes()
+    helpful = RewardModel(model="some/reward", name="helpful")
+    brief = RewardModel(reward_fn=["length", len], name="brief", weight=0.25)
+    flow = DataFlow(data).collect(rollout.generate, helpful.score, brief.score)
+    return flow.run(*ops, actor.advantages).run(actor.update).publish(actor, to=rollout), actor, helpful, brief
+
+
+def test_rewards_are_the_one_column_with_several_writers():
+    flow, actor, helpful, brief = two_rewards()
+    assert labels(flow.compile())[0] == ["rollout.generate", "helpful.score", "brief.score"]
+    lines = flow.describe().splitlines()
+    assert "helpful: model some/reward, weight 1" in lines and "brief: reward length, len, weight 0.25" in lines
+    mermaid = flow.to_mermaid()
+    assert "helpful.score -->|scores| actor.advantages" in mermaid
+    assert "brief.score -->|scores| actor.advantages" in mermaid
+
+    connected = DataFlow().connect(actor.output, helpful.input).connect(helpful.output, actor.update_signal)
+    connected.connect(brief.output, actor.update_signal)
+    assert labels(connected.compile())[0] == ["rollout.generate", "helpful.score", "brief.score"]
+
+    with pytest.raises(FlowError, match=r"two nodes are named 'helpful'"):
+        flow.collect(RewardModel(name="helpful").score)
+    with pytest.raises(FlowError, match=r"brief\.score is in the flow twice"):
+        flow.collect(brief.score).compile()
+
+
+def test_two_writers_of_anything_else():
+    twin = Reference(name="second")
+    with pytest.raises(FlowError, match=r"'ref_logprobs' has two writers: reference\.logprobs and second\.logprobs"):
+        two_rewards(Reference().logprobs, twin.logprobs)[0].compile()
+    with pytest.raises(FlowError, match=r"Actor\('student'\) and Actor\('actor'\): a flow has one Actor"):
+        two_rewards(Actor(name="student").logprobs)[0].compile()
+
+
+def test_a_reward_node_names_one_thing_and_scores():
+    assert RewardModel(weight=2).about == "the configuration's rewards, weight 2"
+    assert RewardModel(reward_fn={"name": "length", "max_tokens": 5}).about == "reward length, weight 1"
+    with pytest.raises(FlowError, match=r"RewardModel\('both'\) names a model and a reward_fn"):
+        RewardModel("some/model", reward_fn=len, name="both")
+    flow, *_ = two_rewards()
+    with pytest.raises(FlowError, match=r"RewardModel\('idle'\) is in the flow but none of its ops runs: score"):
+        flow.collect(RewardModel(name="idle").baseline).compile()
+
+
+def test_sampling_and_scoring_are_collected_everything_else_is_run():
+    flow, *_ = two_rewards()
+    with pytest.raises(FlowError, match=r"reference\.logprobs is drawn with collect\(\): it belongs to run\(\)"):
+        flow.collect(Reference().logprobs).compile()
+    with pytest.raises(FlowError, match=r"late\.score is drawn with run\(\): it belongs to collect\(\)"):
+        two_rewards(RewardModel(name="late").score)[0].compile()
+
+
+def test_what_a_plan_has_does_not_depend_on_names():
+    data, actor, reward = Data(), Actor(name="policy"), RewardModel(name="judge")
+    rollout = Rollout(weights=actor, name="sampler")
+    flow = DataFlow(data).collect(rollout.generate, reward.score, reward.baseline)
+    plan = flow.run(actor.advantages).run(actor.update).publish(actor, to=rollout).compile()
+    assert plan.has("reward.baseline") and plan.has("actor.update") and not plan.has("policy.update")
 
 
 def test_ops_of_one_stage_run_together_so_they_may_not_read_each_other():

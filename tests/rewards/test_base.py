@@ -27,6 +27,14 @@ def test_rewards_add_by_weight_under_names_that_differ() -> None:
     assert scores.counts == {"abstained": 0, "dropped": 0, "failed": 0, "timed_out": 0}
 
 
+def test_a_reward_is_called_what_as_says() -> None:
+    rows = make_rows(["ab"], answer=["ab"])
+    scores = score([{"name": "exact", "as": "right"}, {"name": "numeric", "as": "right", "tolerance": 1.0}], rows[:0])
+    assert scores.totals == []
+    scores = score([{"name": "exact", "as": "right", "ignore_case": True}, {"name": len, "as": "size"}], rows)
+    assert scores.per_reward == {"right": [1.0], "size": [2.0]}
+
+
 def test_weights_and_columns_are_checked_at_once() -> None:
     with pytest.raises(RequestError, match="reward_weights: 2 numbers for 1 rewards"):
         Rewards(["exact"], weights=[1, 2])

@@ -173,7 +173,7 @@ def test_too_long_rows_lose_the_questions_start_first_and_are_counted(folder: st
         "[CLS] blue red [SEP] a b c d [SEP]",
         "[CLS] [SEP] a b c d e f [SEP]",
     ]
-    with Rewards([], model=ours) as rewards:
+    with Rewards([ours]) as rewards:
         assert rewards.has_model and rewards.names == ["reward_model"]
         scores = rewards.score(make_rows(["a b", "a b c d"], prompt="what is blue red"))
     assert scores.counts["truncated"] == 1 and all(isinstance(total, float) for total in scores.totals)
@@ -214,13 +214,41 @@ def test_a_nan_of_the_model_names_the_row(folder: str) -> None:
     with torch.no_grad():
         ours.model.classifier.bias.fill_(torch.nan)
     with pytest.raises(RewardError, match=r"reward model: row 0 \(p0/0\) returned nan"):
-        Rewards([], model=ours).score(rows)
-    assert Rewards([], model=ours, failure="drop").score(rows).counts["dropped"] == 2
+        Rewards([ours]).score(rows)
+    assert Rewards([ours], failure="drop").score(rows).counts["dropped"] == 2
+
+
+def test_several_models_stand_where_they_are_named(folder: str) -> None:
+    from verl.config.load import load_config
+    from verl.rewards.base import build_rewards
+
+    rows = make_rows(["a b c d", "red"], prompt="what is blue red")
+    name: dict[str, Any] = {"name": "reward_model", "model_name_or_path": folder}
+    cfg = load_config(
+        None, partial=True, reward_fn=[name | {"as": "short", "max_length": 9}, len, name],
+        reward_weights=[1.0, 10.0, 100.0, 1000.0], reward_model_config={"model_name_or_path": folder},
+    )  # fmt: skip
+    with build_rewards(cfg, CPU) as rewards:
+        scores = rewards.score(rows)
+        rewards._models["short"].model.classifier.bias.data.fill_(torch.nan)
+        with pytest.raises(RewardError, match=r"reward model 'short': row 0 \(p0/0\) returned nan"):
+            rewards.score(rows)
+    whole, short = scorer(folder, None), scorer(folder, None, max_length=9)
+    expected = {
+        "short": short.score(rows), "len": [7.0, 3.0], "reward_model": whole.score(rows),
+        "reward_model_2": whole.score(rows),
+    }  # fmt: skip
+    assert list(scores.per_reward) == list(expected)
+    for key, values in expected.items():
+        assert scores.per_reward[key] == pytest.approx(values, abs=1e-5)
+    assert scores.counts["truncated"] == 1
+    weighted = zip([1, 10, 100, 1000], expected.values(), strict=True)
+    assert scores.totals[0] == pytest.approx(sum(w * values[0] for w, values in weighted), rel=1e-5)
 
 
 def test_model_and_functions_add() -> None:
     rows: list[RewardRow] = make_rows(["blue", "red is"], prompt="what is a")
     ours = scorer(deberta(), word_tokenizer())
-    with Rewards([len], weights=[2.0, 0.5], model=ours) as rewards:
+    with Rewards([len, ours], weights=[2.0, 0.5]) as rewards:
         expected = [2 * len(r.response) + 0.5 * value for r, value in zip(rows, ours.score(rows), strict=True)]
         assert rewards.score(rows).totals == pytest.approx(expected)

@@ -94,6 +94,102 @@ def test_sections_of_a_flow_s_nodes_count_and_keywords_win(model_name):
     assert cfg.rollout.temperature == 0.5
 
 
+def mixed(policy, *rewards):
+    """GRPO with a reference, several rewards, and a policy that isn't called actor."""
+    from verl import Actor, Data, DataFlow, Reference, Rollout
+
+    actor, reference = Actor(model=policy, name="policy"), Reference(name="start")
+    rollout = Rollout(weights=actor, name="sampler")
+    flow = DataFlow(Data()).collect(rollout.generate, *(reward.score for reward in rewards))
+    return flow.run(actor.logprobs, reference.logprobs).run(actor.advantages).run(actor.update).publish(
+        actor, to=rollout
+    )  # fmt: skip
+
+
+def first_id(response_ids):
+    return float(response_ids[0])
+
+
+def test_scores_of_several_reward_nodes_are_mixed_by_weight(model_name, tmp_path, monkeypatch):
+    from verl import RewardModel, RLTrainer
+    from verl.config.load import load_config
+    from verl.rewards.base import RewardRow
+    from verl.rewards.model import RewardModelScorer
+
+    monkeypatch.setattr("verl.runtime.collect.SHOWN", 99)
+    monkeypatch.setattr("verl.trainer.base.SHOWN", 99)
+    judge = tiny.save(tmp_path / "reward", deberta(), word_tokenizer())
+    flow = mixed(
+        model_name,
+        RewardModel(reward_fn=first_id, name="low", weight=-0.25),
+        RewardModel(model=judge, name="helpful"),
+        RewardModel(judge, name="again", weight=2),
+        RewardModel(reward_fn="tests.trainer.reward:low_ids", name="brief", weight=0.5),
+        RewardModel(weight=10),  # the configuration's
+    )
+    keys = {"rollout_batch_size": 8, "group_size": 4, "num_rollout_steps": 2, "init_kl_coef": 0.1, "run_dir": "mixed"}
+    with RLTrainer(flow=flow, reward_fn=[lambda x: 1.0], dataset=["xa", "ab"], **keys, **SHORT) as trainer:
+        metrics = trainer.step()
+        again = trainer.step()
+        cfg = trainer.config
+    assert cfg.reward_weights == [10, -0.25, 1, 2, 0.5] and cfg.reward_model_config is None
+    lines = [json.loads(line) for line in Path("mixed/samples.jsonl").read_text().splitlines()]
+    scorer = RewardModelScorer(cfg.reward_models["reward_fn[2]"], torch.device("cpu"))
+    for line in lines:
+        parts, ids = line["rewards"], line["response_ids"]
+        assert list(parts) == ["lambda", "low", "helpful", "again", "brief"]
+        assert parts["low"] == ids[0] and parts["brief"] == sum(i < 16 for i in ids) / len(ids)
+        fields = {"prompt": "xa" if "xa" in line["prompt"] else "ab"}
+        row = RewardRow("0", "0", line["prompt"], line["response"], (), tuple(ids), "stop", fields)
+        assert parts["helpful"] == parts["again"] == pytest.approx(scorer.score([row])[0], abs=1e-5)
+        total = 10 * 1 - 0.25 * parts["low"] + 1 * parts["helpful"] + 2 * parts["again"] + 0.5 * parts["brief"]
+        assert line["reward"] == pytest.approx(total)
+    first = [line for line in lines if line["step"] == 1]
+    assert len(first) == 8
+    assert metrics["reward/helpful"] == pytest.approx(sum(line["rewards"]["helpful"] for line in first) / 8)
+    assert metrics["reward/mean"] == pytest.approx(sum(line["reward"] for line in first) / 8)
+
+    # an actor of another name trains, its KL is measured, and its time is told under its name
+    assert metrics["policy/grad_norm"] > 0 and metrics["time/policy.update"] > 0 and metrics["time/start.logprobs"] > 0
+    assert metrics["time/update"] == metrics["time/policy.update"]
+    assert again["kl/mean"] is not None and again["policy/loss"] is not None
+
+    # the file of the run says the same, but for the function that only Python has
+    text = Path("mixed/config.yaml").read_text()
+    assert "as: helpful" in text and "as: brief" in text
+    functions = [{"name": "tests.trainer.reward:low_ids"}, *cfg.reward_fn[1:]]
+    written = load_config(Path("mixed/config.yaml"), reward_fn=functions)
+    assert written.reward_models == cfg.reward_models and written.reward_weights == cfg.reward_weights
+
+
+def test_a_model_of_an_unnamed_node_is_the_configuration_s_and_keywords_win():
+    from verl import RewardModel, RLTrainer
+
+    flow = mixed("m", RewardModel(model="some/reward", weight=0.5), RewardModel(reward_fn=["exact", len], name="other"))
+    cfg = RLTrainer(flow=flow, reward_fn="numeric", reward_model_config={"micro_batch_size": 3}).config
+    assert cfg.reward_model_config.model_name_or_path == "some/reward" and cfg.reward_model_config.micro_batch_size == 3
+    assert cfg.reward_fn == ["numeric", "exact", len] and cfg.reward_weights == [1, 1, 1, 0.5]
+    cfg = RLTrainer(flow=flow, reward_fn="numeric", reward_weights=[1, 2, 3, 4]).config
+    assert cfg.reward_weights == [1, 2, 3, 4]
+
+
+def test_reward_nodes_that_make_no_sense():
+    from verl import Actor, Data, DataFlow, Reference, RewardModel, RLTrainer, Rollout
+
+    one = RewardModel(reward_fn="exact", name="one")
+    with pytest.raises(RequestError, match=r"RewardModel\('two'\) names no reward, and neither does the configuration"):
+        _ = RLTrainer(flow=mixed("m", one, RewardModel(name="two"))).config
+    with pytest.raises(RequestError, match=r"RewardModel\('two'\) and RewardModel\('three'\) name no reward"):
+        _ = RLTrainer(flow=mixed("m", RewardModel(name="two"), RewardModel(name="three")), reward_fn="exact").config
+    with pytest.raises(RequestError, match="3 weights for 1 rewards"):
+        _ = RLTrainer(flow=mixed("m", one), reward_weights=[1.0, 2.0, 3.0]).config
+    actor, reference = Actor(model="m"), Reference(model="another")
+    rollout = Rollout(weights=actor)
+    flow = DataFlow(Data()).collect(rollout.generate, one.score).run(reference.logprobs, actor.advantages)
+    with pytest.raises(RequestError, match=r"Reference\('reference'\) takes no model"):
+        _ = RLTrainer(flow=flow.run(actor.update).publish(actor, to=rollout)).config
+
+
 def test_a_flow_whose_models_do_not_exist_is_refused_at_the_first_step():
     from verl import RLTrainer
 

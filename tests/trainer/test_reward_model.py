@@ -35,22 +35,24 @@ def cfg(config, folders):
     )  # fmt: skip
 
 
-def test_ppo_trains_on_scores_of_question_answer_pairs(cfg, caplog):
+def test_ppo_trains_on_scores_of_question_answer_pairs(cfg, caplog, monkeypatch):
+    monkeypatch.setattr("verl.runtime.collect.SHOWN", 99)
     caplog.set_level("INFO", "verl")
     with Run(cfg, console=False) as run:
         run.prepare()
         assert run.tokenizer.pad_token is None and run.tokenizer.chat_template is None
         before = [p.detach().clone() for p in run.controller.workers.trained.parameters()]
-        frozen = [p.detach().clone() for p in run.controller.workers.rewards._model.model.parameters()]
+        frozen = [p.detach().clone() for p in run.controller.workers.rewards._models["reward_model"].model.parameters()]
         result = run.step()
         run.step()
         after = list(run.controller.workers.trained.parameters())
-        still = list(run.controller.workers.rewards._model.model.parameters())
+        still = list(run.controller.workers.rewards._models["reward_model"].model.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))
     assert "no pad token" in caplog.text and "no chat template" in caplog.text
 
-    rows, texts = result.collected.rows, result.collected.texts
+    rows = result.collected.rows
+    texts = [result.collected.shown[i].text for i in range(len(rows))]
     own = RewardModelScorer(cfg.reward_model_config, torch.device("cpu"))
     again = [
         RewardRow(r.id, "", "", text, (), (), "stop", {"prompt": r.draw.prompt.fields["prompt"]})

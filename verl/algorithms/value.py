@@ -31,4 +31,6 @@ def value_loss(
         return ValueLoss(free, torch.zeros((), dtype=torch.int64, device=mask.device))
     old = select(old_values.detach(), mask)
     bounded = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
-    return ValueLoss(torch.maximum(free, bounded), (bounded > free).detach().sum())
+    # inside the region both are equal but for rounding, which isn't clipping
+    clipped = (bounded > free) & ((values - old).abs() > clip)
+    return ValueLoss(torch.maximum(free, bounded), clipped.detach().sum())

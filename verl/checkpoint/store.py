@@ -4,30 +4,41 @@
 ``manifest.json`` with the size and CRC-32 of each. A save is written aside in a dot folder, synced, renamed, and only
 then named by ``root/latest``; only after that are old checkpoints removed. At each moment one complete checkpoint is
 there, at the price of disk space for one more than ``keep``.
+
+One process saves with ``save``. Where several hold the parts, one calls ``begin``, each calls ``parts.write_parts``,
+and the first calls ``commit`` with the entries of all.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch import Tensor
 
-from verl.checkpoint.tensorfile import TensorFile, read_tensors
+from verl.checkpoint.parts import (
+    PICKLED,
+    Entry,
+    OpenFile,
+    Part,
+    Source,
+    aside,
+    crc32,
+    failure,
+    refuse_pickle,
+    write_file,
+    write_parts,
+)
+from verl.checkpoint.tensorfile import read_tensors
 from verl.config.errors import RequestError, RunError
 
-Part = Mapping[str, Any] | list | str | int | float | bool | None
-PICKLED = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
 MANIFEST = "manifest.json"
-_CHUNK = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -59,12 +70,12 @@ class Checkpoint:
             raise RunError(f"{manifest} is damaged: {error!r}") from error
         for name, (size, crc) in expected.items():
             file = path / name
-            _refuse_pickle(file)
+            refuse_pickle(file)
             if not file.is_file():
                 raise RunError(f"{file} is missing from the checkpoint")
             if file.stat().st_size != size:
                 raise RunError(f"{file} is damaged: {file.stat().st_size} bytes, {size} were written")
-            if checksums and _crc32(file) != crc:
+            if checksums and crc32(file) != crc:
                 raise RunError(f"{file} is damaged: its content differs from what was written")
         return checkpoint
 
@@ -72,7 +83,11 @@ class Checkpoint:
         return f"{part}.safetensors" in self.files or f"{part}.json" in self.files
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """A tensor part, on the CPU; names that shared memory when saved share it again."""
+        """A tensor part, on the CPU; names that shared memory when saved share it again.
+
+        Costs no memory of this process's own: the file is mapped (`read_tensors`). Removed checkpoints give their disk
+        space back once no such tensor is left.
+        """
         if f"{part}.safetensors" not in self.files and f"{part}.json" in self.files and self.json(part) == {}:
             return {}  # no tensors at all: an optimizer without state
         return read_tensors(self._file(f"{part}.safetensors"))
@@ -97,11 +112,11 @@ class CheckpointStore:
     ``open_file`` opens a file for writing; tests put a full disk there.
     """
 
-    def __init__(self, root: Path, keep: int = 2, *, open_file: Callable[[Path], BinaryIO] | None = None) -> None:
+    def __init__(self, root: Path, keep: int = 2, *, open_file: OpenFile | None = None) -> None:
         if keep < 1:
             raise RequestError(f"checkpoint.keep is {keep}; at least the last checkpoint must stay")
         self.root, self._keep = root, keep
-        self._open_file = open_file or (lambda path: path.open("wb"))
+        self._open_file = open_file
         self._put_back()
 
     def steps(self) -> list[int]:
@@ -130,61 +145,88 @@ class CheckpointStore:
             raise RequestError(f"{self.root} holds no {what}; complete steps: {self.steps() or 'none'}")
         return Checkpoint.open(self.folder(chosen))
 
-    def save(
-        self,
-        step: int,
-        parts: Mapping[str, Part],
-        files: Mapping[str, Path | Callable[[Path], None]] | None = None,
-    ) -> Path:
+    def save(self, step: int, parts: Mapping[str, Part], files: Mapping[str, Source] | None = None) -> Path:
         """Write ``step_N`` and give its folder back; a failed save leaves every earlier checkpoint as it was.
 
-        A part whose values are all tensors becomes ``<part>.safetensors``, any other ``<part>.json``. ``files`` maps a
-        relative path to a file or folder to copy, or to a function that is given an empty folder to fill
-        (``{"hf": export.model_files(model, tokenizer)}``).
-        Raises `RunError` naming the path, the bytes needed and the bytes free when the disk doesn't take it;
-        ``TypeError`` for a part that mixes tensors with other things.
+        Parts, files (``{"hf": export.model_files(model, tokenizer)}``) and errors are those of `write_parts`.
         """
-        final, partial = self.folder(step), self.root / f".step_{step}.partial"
-        encoded = {name: data for part, value in parts.items() for name, data in [_encode(part, value)]}
-        needed = sum(data.size if isinstance(data, TensorFile) else len(data) for data in encoded.values())
+        folder = self.begin(step)
+        try:
+            entries = write_parts(folder, parts, files, open_file=self._open_file)
+        except BaseException as error:
+            self.abandon(step)
+            if isinstance(error, RunError):
+                raise RunError(f"{error}. {self.standing()}") from error
+            raise
+        return self.commit(step, entries)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write ``step_N`` in, aside; leftovers of saves that were stopped are removed."""
+        folder = aside(self.folder(step))
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in self.root.glob(".step_*"):
                 shutil.rmtree(leftover)
-            partial.mkdir()
-            for name, source in (files or {}).items():
-                _place(source, partial / name)
-            free = shutil.disk_usage(self.root).free
-            if needed > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            entries = {
-                path.relative_to(partial).as_posix(): self._synced(path)
-                for path in sorted(partial.rglob("*"))
-                if path.is_file()
-            }
-            for name, data in encoded.items():
-                chunks = data.chunks() if isinstance(data, TensorFile) else [memoryview(data)]
-                entries[name] = self._write(partial / name, chunks)
-            manifest = json.dumps({"format": 1, "step": step, "files": entries}, indent=1).encode()
-            self._write(partial / MANIFEST, [memoryview(manifest)])
-            for folder in (*(p for p in partial.rglob("*") if p.is_dir()), partial):
-                _sync_folder(folder)
+            folder.mkdir()
+        except OSError as error:
+            raise RunError(f"{failure(folder, error)}. {self.standing()}") from error
+        return folder
+
+    def commit(self, step: int, entries: Mapping[str, Entry]) -> Path:
+        """Publish what was written since ``begin`` as ``step_N``, give its folder back, remove old checkpoints.
+
+        ``entries`` are those of every writer. Raises `RunError`, and abandons the step, if they and the folder's files
+        differ in names or sizes or the disk doesn't take it.
+        """
+        final, folder = self.folder(step), aside(self.folder(step))
+        manifest = json.dumps({"format": 1, "step": step, "files": dict(entries)}, indent=1).encode()
+        needed = len(manifest) + sum(entry["bytes"] for entry in entries.values())
+        try:
+            self._check(step, entries)
+            write_file(folder / MANIFEST, [memoryview(manifest)], self._open_file)
+            for inner in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+                _sync_folder(inner)
             if final.exists():  # the same step again, after a resume from an earlier one
                 final.rename(self.root / f".step_{step}.replaced")
-            partial.rename(final)
+            folder.rename(final)
             _sync_folder(self.root)
             self._name_latest(step)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)  # before the message says how much is free
-            raise RunError(self._failure(final, needed, error)) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # there only after a failure; what stays can't be selected
-            self._put_back()
+        except BaseException as error:
+            self.abandon(step)  # before the message says how much is free
+            if isinstance(error, OSError):
+                raise RunError(f"{failure(folder, error, needed)}. {self.standing()}") from error
+            raise
         try:
             self._retain(step)
         except OSError as error:
             raise RunError(f"{final} is complete, but an older checkpoint can't be removed: {error}") from error
         return final
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of ``step_N`` since ``begin``, after a failure elsewhere; no writer may still be at
+        work. What can't be removed is never selected, and the next ``begin`` tries again."""
+        shutil.rmtree(aside(self.folder(step)), ignore_errors=True)
+        self._put_back()
+
+    def standing(self) -> str:
+        """A sentence for messages of failed saves: which checkpoint there still is."""
+        last = self.latest()
+        return f"The last complete one is {self.folder(last)}" if last is not None else "There is no complete one"
+
+    def _check(self, step: int, entries: Mapping[str, Entry]) -> None:
+        """``RunError`` unless ``step_N``, still aside, has the files of ``entries`` in their sizes and no others."""
+        folder = aside(self.folder(step))
+        found = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+        faults = [f"{name} isn't there" for name in entries.keys() - found.keys()]
+        faults += [f"{name} was written by nobody who said so" for name in found.keys() - entries.keys()]
+        faults += [
+            f"{name} has {found[name]} bytes, {entries[name]['bytes']} were written"
+            for name in entries.keys() & found.keys()
+            if found[name] != entries[name]["bytes"]
+        ]
+        if faults:
+            shown = "; ".join(sorted(faults)[:8])
+            raise RunError(f"can't write checkpoint {self.folder(step)}: {shown}. {self.standing()}")
 
     def _put_back(self) -> None:
         """Undo the first rename of a save that replaces its own step, if it stopped before the second."""
@@ -193,30 +235,11 @@ class CheckpointStore:
             if not final.exists():
                 old.rename(final)
 
-    def _write(self, path: Path, chunks: Iterable[memoryview]) -> dict[str, int]:
-        size = crc = 0
-        with self._open_file(path) as file:
-            for data in chunks:
-                with data:  # released before the next tensor's bytes are made
-                    for start in range(0, len(data), _CHUNK):
-                        with data[start : start + _CHUNK] as piece:
-                            file.write(piece)
-                            size, crc = size + len(piece), zlib.crc32(piece, crc)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"bytes": size, "crc32": crc}
-
-    def _synced(self, path: Path) -> dict[str, int]:
-        """Force a copied file to the disk and describe it."""
-        _refuse_pickle(path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-
     def _name_latest(self, step: int) -> None:
-        aside = self.root / ".latest.partial"
-        self._write(aside, [memoryview(f"step_{step}\n".encode())])
-        aside.replace(self.root / "latest")
+        new = self.root / ".latest.partial"
+        new.unlink(missing_ok=True)
+        write_file(new, [memoryview(f"step_{step}\n".encode())], self._open_file)
+        new.replace(self.root / "latest")
         _sync_folder(self.root)
 
     def _retain(self, saved: int) -> None:
@@ -244,53 +267,6 @@ class CheckpointStore:
                 except RunError:
                     found[int(path.name[5:])] = False
         return found
-
-    def _failure(self, final: Path, needed: int, error: OSError) -> str:
-        try:
-            free = f"{shutil.disk_usage(self.root).free} bytes are free"
-        except OSError:
-            free = "the folder can't be reached"
-        last = self.latest()
-        return (
-            f"can't write checkpoint {final}: {error.strerror or error}; {needed} bytes are needed, {free} there. "
-            + (f"The last complete one is {self.folder(last)}" if last is not None else "There is no complete one")
-        )
-
-
-def _encode(part: str, value: Part) -> tuple[str, TensorFile | bytes]:
-    """File name and content of a part."""
-    if not re.fullmatch(r"\w+", part) or part == "manifest":
-        raise ValueError(f"{part!r} can't name a part")
-    if isinstance(value, Mapping) and value and all(isinstance(v, Tensor) for v in value.values()):
-        return f"{part}.safetensors", TensorFile(value)
-    try:
-        return f"{part}.json", json.dumps(value, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"part {part!r} is neither all tensors nor plain JSON: {error}") from error
-
-
-def _place(source: Path | Callable[[Path], None], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(source, Path):
-        target.mkdir()
-        source(target)
-    elif source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copyfile(source, target)
-
-
-def _refuse_pickle(path: Path) -> None:
-    if path.suffix in PICKLED:
-        raise RunError(f"{path}: pickled files can run code when loaded; checkpoints neither hold nor read them")
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK):
-            crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def _sync_folder(path: Path) -> None:

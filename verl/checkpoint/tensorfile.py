@@ -33,6 +33,10 @@ _DTYPES = {
 _ALIASES = "aliases"  # metadata key: JSON object, name -> name of the tensor that holds the same memory
 
 
+Tensors = Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
+RESERVED = 4 * 2**20  # bytes kept free for the header of a `TensorStream`: enough for about 30,000 tensors
+
+
 class TensorFile:
     """The bytes of ``tensors`` as a safetensors file: ``size`` is known at once, ``chunks()`` makes them one by one.
 
@@ -44,41 +48,102 @@ class TensorFile:
         first: dict[tuple, str] = {}
         aliases: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
-        header: dict[str, dict] = {}
-        offset = 0
+        table = _Table()
         for name in sorted(tensors):
-            tensor = tensors[name].detach()
-            # a subclass (DTensor, a quantised weight) keeps its values elsewhere than at data_ptr
-            plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
-            if not plain or tensor.dtype not in _DTYPES:
-                raise TypeError(f"{name!r} can't be saved: {type(tensor).__name__}, {tensor.dtype}, {tensor.device}")
-            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and first.setdefault(memory, name) != name:
-                aliases[name] = first[memory]
+            tensor = plain(name, tensors[name])
+            if tensor.numel() and first.setdefault(memory_of(tensor), name) != name:
+                aliases[name] = first[memory_of(tensor)]
                 continue
-            end = offset + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            self._tensors[name], offset = tensor, end
-        metadata = {"format": "pt", _ALIASES: json.dumps(aliases)}
-        text = json.dumps({"__metadata__": metadata, **header}).encode()
-        text += b" " * (-len(text) % 8)  # tensor bytes start aligned
-        self._head = len(text).to_bytes(8, "little") + text
-        self.size = len(self._head) + offset
+            table.add(name, tensor)
+            self._tensors[name] = tensor
+        self._head = table.head(aliases)
+        self.size = len(self._head) + table.size
 
     def chunks(self) -> Iterator[memoryview]:
         """The file's bytes; at most one tensor's copy is alive."""
         yield memoryview(self._head)
         for tensor in self._tensors.values():
             if tensor.numel():
-                yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+                yield _bytes(tensor)
+
+
+class TensorStream:
+    """The same for tensors that come one by one and may be gone after their turn, so that no two exist at once.
+
+    ``chunks()`` gives the bytes behind the header; whoever writes them leaves `RESERVED` bytes in front free for
+    ``head()``, which is known after the last. Every tensor is written in full: where two have the same memory, it may
+    have been free in between.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.tensors = tensors
+        self._table = _Table()
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The tensors' bytes as they come. Raises ``TypeError`` as `TensorFile` does, ``ValueError`` for a second
+        tensor of one name."""
+        for name, given in self.tensors:
+            tensor = plain(name, given)
+            self._table.add(name, tensor)
+            if tensor.numel():
+                yield _bytes(tensor)
+
+    def head(self) -> bytes:
+        """The header, `RESERVED` bytes; more for very many tensors."""
+        return self._table.head({}, at_least=RESERVED)
+
+
+class _Table:
+    """What a header says of each tensor; ``size`` is the bytes of all."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict] = {}
+        self.size = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name in self._entries:
+            raise ValueError(f"there are two tensors {name!r}")
+        end = self.size + tensor.numel() * tensor.element_size()
+        self._entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self.size, end],
+        }
+        self.size = end
+
+    def head(self, aliases: Mapping[str, str], at_least: int = 0) -> bytes:
+        """The length and the JSON table, ``at_least`` so many bytes together."""
+        metadata = {"format": "pt", _ALIASES: json.dumps(aliases)}
+        text = json.dumps({"__metadata__": metadata, **self._entries}).encode().ljust(at_least - 8)
+        text += b" " * (-len(text) % 8)  # tensor bytes start aligned
+        return len(text).to_bytes(8, "little") + text
+
+
+def plain(name: str, tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph. ``TypeError`` for one whose values aren't simply its memory, or of another dtype
+    than files have."""
+    tensor = tensor.detach()
+    # a subclass (DTensor, a quantised weight) keeps its values elsewhere than at data_ptr
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name!r} can't be saved: {type(tensor).__name__}, {tensor.dtype}, {tensor.device}")
+    return tensor
+
+
+def memory_of(tensor: Tensor) -> tuple:
+    """Equal for two living tensors that are one and the same memory, read in the same way."""
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU. Raises `RunError` naming the file if it is none."""
+    """Every tensor of a safetensors file, on the CPU. Raises `RunError` naming the file if it is none.
+
+    The tensors are a private mapping of the file: this call reads the header alone, a tensor's pages come when it is
+    read, and all readers on one machine share them. A page that somebody writes to becomes a copy of theirs.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

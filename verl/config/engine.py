@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl.config.section import DataSource, Section
+from verl.config.section import DataSource, PathText, Section
 
 
 class RolloutConfig(Section):
@@ -59,4 +59,13 @@ class MetricsConfig(Section):
 class ClusterConfig(Section):
     """Where workers run."""
 
-    backend: Literal["local"] = Field("local", description="local: in this process")
+    backend: Literal["local", "ray"] = Field(
+        "local",
+        description="local: processes of this machine (one device: in this process); ray: actors of a Ray cluster",
+    )
+    address: PathText | None = Field(
+        None, examples=["auto", "10.0.0.1:6379"],
+        description="ray: the cluster's HOST:PORT, or auto (this machine's); null: RAY_ADDRESS, else a new one here",
+    )  # fmt: skip
+    max_restarts: int = Field(0, ge=0, description="times that lost workers are started anew from the last checkpoint")
+    heartbeat_seconds: float = Field(20.0, gt=0, description="a worker that says nothing for so long is lost")

@@ -144,7 +144,12 @@ def _message(detail: Any, cfg: RunConfig) -> str:
     spot = "".join(f"[{part}]" for part in within[:1] if isinstance(part, int))
     text = f"{name}{spot} is {_shown(detail['input'])}: "
     if detail["type"] == "value_error":
-        return text + str(detail["ctx"]["error"])
+        error = detail["ctx"]["error"].args[0]
+        if not isinstance(error, ValidationError):
+            return text + str(error)
+        # of a reward model among the rewards
+        inner = [{**d, "loc": ("reward_model_config", *d["loc"])} for d in error.errors(include_url=False)]
+        return f"{name}: " + "; ".join(_message(d, cfg) for d in inner).replace("reward_model_config.", "")
     if schema.section_of(field):
         return text + "must be a mapping of keys (see docs/configuration.md)"
     text += f"must be {schema.rule(field)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from verl.config.section import ModelSource, Section
 
 Dtype = Literal["auto", "bf16", "fp32"]
+REWARD_MODEL = "reward_model"  # what a model that scores is called among the rewards
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -41,10 +42,18 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class FsdpConfig(Section):
-    """How parameters are spread over the ranks of one role; with one process every strategy is the same."""
+    """How a model is spread over its role's devices; on one device every strategy is the same."""
 
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = Field(
-        "FULL_SHARD", description="what is sharded: parameters and gradients, gradients, nothing"
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = Field(
+        "FULL_SHARD",
+        description="what each device has a part of: everything; the same, but parameters stay gathered within an "
+        "optimizer step; everything, with a copy per shard_size ranks; nothing",
+    )
+    shard_size: int | None = Field(
+        None, ge=1, description="HYBRID_SHARD: data-parallel ranks that share one copy; divides those of the role"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="devices that compute the same rows, each with a part of every layer; divides the role's"
     )
     cpu_offload: Literal[False] = Field(False, description="parameters wait in CPU memory")
 
@@ -65,7 +74,7 @@ class ModelConfig(Section):
         "all-linear", examples=["all-linear", ["q_proj", "v_proj"]], description="modules that get an adapter"
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="a name is short for {name: ...}")
-    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig, description="how parameters are spread over ranks")
+    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig, description="how the model is spread over devices")
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -98,3 +107,13 @@ class RewardModelConfig(Section):
     )
     dtype: Dtype = Field("auto", description="as the actor's")
     trust_remote_code: bool = Field(False, description="run the model's own code from the hub")
+
+
+def reward_model_of(entry: Any) -> RewardModelConfig | None:
+    """The model of an entry ``{name: reward_model, model_name_or_path: ...}`` of reward_fn; None: a function.
+
+    ``ValidationError`` for what ``reward_model_config`` would refuse.
+    """
+    if not isinstance(entry, Mapping) or entry.get("name") != REWARD_MODEL:
+        return None
+    return RewardModelConfig.model_validate({k: v for k, v in entry.items() if k not in ("name", "as")})

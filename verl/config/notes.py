@@ -6,14 +6,16 @@ import os
 
 from verl.config.algorithm import BUILT_IN, read_only_by
 from verl.config.batch_words import words_of
+from verl.config.devices import devices_of, workers
+from verl.config.rules import roles_of
 from verl.config.run import RunConfig
 
 MOST_WORKERS_PER_CORE = 1.5
 
 
 def notes(cfg: RunConfig) -> list[str]:
-    """Lines for the start of a run: what a lap is made of, then warnings."""
-    return [*_batch(cfg), *(f"warning: {line}" for line in _warnings(cfg))]
+    """Lines for the start of a run: what a lap is made of, which worker hosts what, then warnings."""
+    return [*_batch(cfg), *_workers(cfg), *(f"warning: {line}" for line in _warnings(cfg))]
 
 
 def memory_advice(cfg: RunConfig) -> str:
@@ -54,6 +56,22 @@ def _batch(cfg: RunConfig) -> list[str]:
         f"a lap: {train} rows = {lap}",
         f"an optimizer step: {mini} rows over all devices = {forwards}; {taken}",
     ]
+
+
+def _actor_is_anywhere(cfg: RunConfig) -> bool:
+    """Whether only the machine tells how many devices there are: some roles are placed, the actor isn't."""
+    return bool(cfg.device_map) and "actor" not in cfg.device_map
+
+
+def _workers(cfg: RunConfig) -> list[str]:
+    """Nothing where there is one worker."""
+    if _actor_is_anywhere(cfg):
+        return ["device_map has no actor: it, and what has no entry either, is on the first GPU, else on cpu"]
+    hosted = workers(cfg.device_map, roles_of(cfg))
+    if len(hosted) < 2:
+        return []
+    listed = (f"{rank} on {device}: {', '.join(roles)}" for rank, (device, roles) in enumerate(hosted.items()))
+    return [f"{len(hosted)} workers: {'; '.join(listed)}"]
 
 
 def _count(n: int, what: str) -> str:
@@ -97,11 +115,34 @@ def _warnings(cfg: RunConfig) -> list[str]:
         unread = [key for key in lora if getattr(model, key) != type(model).model_fields[key].default]
         if unread and not model.use_lora:
             found.append(f"{role}.{', '.join(unread)} without use_lora: no adapters are made")
-        if model.fsdp_config.sharding_strategy != "NO_SHARD" and "fsdp_config" in model.model_fields_set:
+        fsdp, alone = model.fsdp_config, len(devices_of(cfg.device_map, role.removesuffix("_model_config"))) < 2
+        if fsdp.sharding_strategy != "NO_SHARD" and "fsdp_config" in model.model_fields_set and alone:
             found.append(
-                f"{role}.fsdp_config.sharding_strategy is {model.fsdp_config.sharding_strategy}: with one process "
-                "nothing is sharded"
+                f"{role}.fsdp_config.sharding_strategy is {fsdp.sharding_strategy}: on one device nothing is sharded"
             )
+        if fsdp.shard_size is not None and fsdp.sharding_strategy != "HYBRID_SHARD":
+            found.append(
+                f"{role}.fsdp_config.shard_size is {fsdp.shard_size}, which only HYBRID_SHARD reads; the strategy is "
+                f"{fsdp.sharding_strategy}"
+            )
+    found += _of_devices(cfg)
     if cfg.eval.every_steps and cfg.eval.dataset is None:
         found.append(f"eval.every_steps is {cfg.eval.every_steps} without eval.dataset: nothing is evaluated")
+    return found
+
+
+def _of_devices(cfg: RunConfig) -> list[str]:
+    there, cluster = roles_of(cfg), cfg.cluster
+    found = [
+        f"device_map.{role} is given, but {cfg.algorithm.name} as it is set runs no {role}: nothing is put there"
+        for role in cfg.device_map
+        if role not in there
+    ]
+    if cluster.backend == "local" and cluster.address is not None:
+        found.append(f"cluster.address is {cluster.address}, which only cluster.backend ray reads")
+    alone = len(workers(cfg.device_map, there)) < 2 and not _actor_is_anywhere(cfg)
+    if cluster.backend == "local" and cluster.max_restarts and alone:
+        found.append(
+            f"cluster.max_restarts is {cluster.max_restarts}, but the one worker is this process: nobody starts it anew"
+        )
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config import batch_words
+from verl.config import batch_words, device_rules
 from verl.config.errors import ConfigError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
@@ -32,6 +32,8 @@ def violations(cfg: RunConfig, *, partial: bool) -> Iterator[Violation]:
     yield from _offline(cfg)
     yield from _models(cfg)
     yield from _rewards(cfg)
+    for keys, text in device_rules.faults(cfg, roles_of(cfg)):
+        yield Violation(keys, text)
     if cfg.total_steps is not None and cfg.total_epochs is not None:
         yield Violation(
             ("total_steps", "total_epochs"),
@@ -45,6 +47,29 @@ def check_context(cfg: RunConfig, limit: int) -> None:
     found = _context(cfg, limit)
     if found:
         raise ConfigError(found.text)
+
+
+def check_modules(cfg: RunConfig, count: int) -> None:
+    """``ConfigError`` if a model is a loaded module but the run has several workers, ``count``, known once the default
+    device is."""
+    for _, text in device_rules.modules(cfg, count):
+        raise ConfigError(text)
+
+
+def roles_of(cfg: RunConfig) -> list[str]:
+    """The roles that the algorithm's own flow has."""
+    recipe = cfg.algorithm.recipe
+    there = {
+        "actor": True,
+        "critic": cfg.algorithm.needs_critic,
+        "reference": "reference" in recipe.needs
+        or (recipe.samples and bool(default_kl_coef(cfg) or cfg.kl_sample_rows)),
+        "reward_model": recipe.samples and bool(cfg.reward_models),
+        "rollout": recipe.samples,
+        "teacher": "teacher" in recipe.needs,
+        "process_reward": "process_reward" in recipe.needs,
+    }
+    return [role for role, is_there in there.items() if is_there]
 
 
 def number_of_rewards(cfg: RunConfig) -> int:
@@ -234,8 +259,9 @@ def _holds_adapter(model: ModelConfig) -> bool:
 
 def _models(cfg: RunConfig) -> Iterator[Violation]:
     critic, actor, algorithm = cfg.critic_model_config, cfg.actor_model_config, cfg.algorithm
-    if cfg.reward_model_config is not None and cfg.reward_model_config.model_name_or_path is None:
-        yield _missing("reward_model_config.model_name_or_path", "the model that scores", "some/model", "models/reward")
+    for key, scorer in cfg.reward_models.items():
+        if scorer.model_name_or_path is None:
+            yield _missing(f"{key}.model_name_or_path", "the model that scores", "some/model", "models/reward")
     for key in ("actor_model_config", "critic_model_config", "process_reward_model_config"):
         model = getattr(cfg, key)
         if model is not None and model.load_in_4bit and not (model.use_lora or _holds_adapter(model)):

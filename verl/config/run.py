@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from verl.config.algorithm import AlgorithmConfig
+from verl.config.devices import check_map
 from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, MetricsConfig, RolloutConfig
-from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig
+from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig, reward_model_of
 from verl.config.section import DataSource, PathText, RewardSources, Section
 
 DERIVED: Any = None  # the default of keys that load_config fills in
-Role = Literal["actor", "critic", "reference", "reward_model", "rollout"]
 
 
 class RunConfig(Section):
@@ -30,7 +30,8 @@ class RunConfig(Section):
     )
     reward_fn: RewardSources = Field(
         default_factory=list,
-        description="`module:function`, a rule's name, a list of these, or (from Python) functions",
+        description="`module:function`, a rule's name, {name: reward_model, model_name_or_path: ...}, a list of these, "
+        "or (from Python) functions; see docs/rewards.md",
     )
     reward_weights: list[float] = Field(
         DERIVED, strict=False, examples=[[1.0], [1.0, 0.5]],
@@ -113,27 +114,32 @@ class RunConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics go beside metrics.jsonl")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="where workers run")
     device_map: dict[str, Any] = Field(
-        default_factory=dict, examples=[{"actor": "cpu"}, {"actor": [0]}],
-        description="role to `cpu` or a list with one GPU's number, the same for all; default: the first GPU, else cpu",
+        default_factory=dict, examples=[{"actor": "cpu"}, {"actor": [0, 1]}],
+        description="role to devices: `0`, `[0, 1]`, `0-3`, `cpu`, `cpu:0-1`, `node1:0-3`, `{label: a100, count: 4}`; "
+        "see docs/placement.md; default: all where the actor is, the actor on the first GPU, else on cpu",
     )  # fmt: skip
     log_level: Literal["DEBUG", "INFO", "WARNING"] = Field(
         "INFO", description="DEBUG adds each stage's share of the step"
     )
 
+    @property
+    def reward_models(self) -> dict[str, RewardModelConfig]:
+        """Every model that scores, by the key that names it."""
+        named = {f"reward_fn[{i}]": reward_model_of(entry) for i, entry in enumerate(self.reward_fn)}
+        named["reward_model_config"] = self.reward_model_config
+        return {key: model for key, model in named.items() if model is not None}
+
+    @field_validator("reward_fn")
+    @classmethod
+    def _models_among_rewards(cls, value: list[Any]) -> list[Any]:
+        for entry in value:
+            try:
+                reward_model_of(entry)
+            except ValidationError as error:
+                raise ValueError(error) from error  # as one finding on this key
+        return value
+
     @field_validator("device_map")
     @classmethod
-    def _one_device(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """A GPU number becomes a list of one; all roles name the same device, because there is one process."""
-        devices = {role: [d] if type(d) is int else d for role, d in value.items()}
-        for role, device in devices.items():
-            if role not in get_args(Role):
-                raise ValueError(f"{role!r} is no role: one of {', '.join(get_args(Role))}")
-            if device == []:
-                raise ValueError(f"{role} has no device: it needs at least 1, such as cpu or [0]")
-            if device != "cpu" and not (isinstance(device, list) and all(type(d) is int and d >= 0 for d in device)):
-                raise ValueError(f"{role} must be on cpu or on a list of GPU numbers, such as cpu or [0]")
-        distinct = {d for device in devices.values() for d in ([device] if device == "cpu" else device)}
-        if len(distinct) > 1:
-            names = ", ".join(sorted(map(str, distinct)))
-            raise ValueError(f"names {len(distinct)} devices ({names}): in one process all roles share one, cpu or [0]")
-        return devices
+    def _devices(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_map(value)

@@ -41,14 +41,22 @@ def _model(value: Any) -> Any:
     return value
 
 
+def listed(value: Any) -> list[Any]:
+    """One reward or several, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
 def _rewards(value: Any) -> list[Any]:
-    entries = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    entries = listed(value)
     functions = [_text(e.get("name") if isinstance(e, Mapping) else e) for e in entries]
     if not all(isinstance(f, str) or callable(f) for f in functions):
         raise ValueError(
             "must be 'module:function', a rule's name, {name: one of these, option: value}, a list of these, or (from "
             "Python) functions"
         )
+    for called in (e["as"] for e in entries if isinstance(e, Mapping) and e.get("as") is not None):
+        if not isinstance(called, str) or not called.strip():
+            raise ValueError(f"as is what a reward is called in metrics, a text, not {called!r}")
     return entries
 
 

@@ -241,6 +241,18 @@ class PromptDataset(Sequence[dict[str, Any]]):
             self.prompts(tokenizer, max_prompt_length=max_prompt_length, overlong=overlong), seed, shuffle
         )
 
+    def chosen(
+        self,
+        rows: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        overlong: Overlong = "truncate",
+    ) -> list[Prompt]:
+        """The prompts of these rows alone, just as ``prompts`` would give them; none may be one that it leaves out."""
+        encoder = PromptEncoder(tokenizer, max_prompt_length, overlong, self._finite(), self.bad_rows)
+        return encoder([(str(row), self[row]) for row in rows])
+
     @property
     def _stream_name(self) -> str:
         return f"stream of {self.name} {sorted(self.columns.items())}"

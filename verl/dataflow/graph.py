@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from verl.columns import COLUMNS
-from verl.dataflow.nodes import Actor, Critic, Data, FlowError, Node, Op, Port, Reference, Rollout
+from verl.dataflow.nodes import Actor, Critic, Data, FlowError, Node, Op, Port, Reference, RewardModel, Rollout
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Plan:
     def node(self, kind: type[Node]) -> Node | None:
         return next((n for n in self.nodes if isinstance(n, kind)), None)
 
-    def has(self, label: str) -> bool:
-        """Whether op ``node.op`` runs."""
-        return any(op.label == label for stage in self.stages for op in stage.ops)
+    def has(self, op: str) -> bool:
+        """Whether ``kind.op`` runs, such as ``actor.logprobs``, whatever the node is named."""
+        return any(op == f"{o.node.kind}.{o.name}" for stage in self.stages for o in stage.ops)
 
 
 class DataFlow:
@@ -120,21 +120,45 @@ class DataFlow:
         if not sources:
             raise FlowError("the flow has no Data node, so nothing writes the prompts")
         writer: dict[str, Op] = {}
+        for i, op in enumerate(order):
+            if op in order[:i]:
+                raise FlowError(f"{op.label} is in the flow twice")
         for op in [*sources, *order]:
             for column in op.writes:
-                if column in writer:
-                    raise FlowError(f"column {column!r} has two writers: {writer[column].label} and {op.label}")
-                writer[column] = op
+                other = writer.setdefault(column, op)
+                added = isinstance(op.node, RewardModel) and isinstance(other.node, RewardModel)  # scores are summed
+                if other is not op and not added:
+                    raise FlowError(f"column {column!r} has two writers: {other.label} and {op.label}")
         flow._check_reads(order, writer, needs)
         flow._check_edges(order, writer)
-        for node in flow.nodes:
-            if not isinstance(node, Data) and not any(op.node is node for op in order):
-                raise FlowError(f"{node!r} is in the flow but none of its ops runs: {', '.join(node.ops)}")
+        flow._check_nodes(order)
         for rollout in (n for n in flow.nodes if isinstance(n, Rollout)):
             if not any(to is rollout for _, to in flow.publishes):
                 raise FlowError(f"{rollout!r} would never get new weights: add flow.publish(actor, to={rollout.name})")
-        last = {column: op for op in order for column in (*op.reads, *op.uses) if column in writer}
+        last = {
+            column: op
+            for op in order
+            for column in (*op.reads, *op.uses, *op.keeps)
+            if column in writer or column in op.keeps
+        }
         return Plan(tuple(flow.stages), tuple(flow.nodes), tuple(flow.publishes), last)
+
+    def _check_nodes(self, order: list[Op]) -> None:
+        """Each does something, at a place where it can; all but rewards are the only ones of their kind."""
+        kinds: dict[str, Node] = {}
+        for node in self.nodes:
+            twin = kinds.setdefault(node.kind, node)
+            if twin is not node and not isinstance(node, RewardModel):
+                raise FlowError(f"{twin!r} and {node!r}: a flow has one {type(node).__name__}")
+            ops = [node.ops["score"]] if isinstance(node, RewardModel) else list(node.ops.values())
+            if not isinstance(node, Data) and not any(op in order for op in ops):
+                names = ", ".join(op.name for op in ops)
+                raise FlowError(f"{node!r} is in the flow but none of its ops runs: {names}")
+        for stage in self.stages:
+            for op in stage.ops:
+                place = "collect" if isinstance(op.node, Rollout | RewardModel) else "run"
+                if stage.kind != place:
+                    raise FlowError(f"{op.label} is drawn with {stage.kind}(): it belongs to {place}()")
 
     def _check_reads(self, order: list[Op], writer: dict[str, Op], needs: Iterable[str]) -> None:
         seen = {column for op in writer.values() if isinstance(op.node, Data) for column in op.writes}
@@ -261,11 +285,7 @@ class DataFlow:
         lines += [
             f"{len(plan.stages) + 1}. publish {actor.name} to {rollout.name}" for actor, rollout in plan.publishes
         ]
-        for node in plan.nodes:
-            if node.model is not None:
-                lines.append(
-                    f"{node.name}: model {node.model if isinstance(node.model, str) else type(node.model).__name__}"
-                )
+        lines += [f"{node.name}: {node.about}" for node in plan.nodes if node.about is not None]
         return "\n".join(lines)
 
     def to_mermaid(self) -> str:
@@ -273,12 +293,11 @@ class DataFlow:
         plan = self.compile()
         ops = [op for node in plan.nodes if isinstance(node, Data) for op in node.ops.values()]
         ops += [op for stage in plan.stages for op in stage.ops]
-        writer = {column: op for op in ops for column in op.writes}
         lines = ["flowchart LR"]
         for op in ops:
             sources: dict[Op, list[str]] = {}
             for column in (*op.reads, *op.uses):
-                if column in writer:
-                    sources.setdefault(writer[column], []).append(column)
+                for writer in (o for o in ops if column in o.writes):
+                    sources.setdefault(writer, []).append(column)
             lines += [f"  {s.label} -->|{', '.join(columns)}| {op.label}" for s, columns in sources.items()]
         return "\n".join(lines)

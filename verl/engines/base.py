@@ -62,6 +62,10 @@ class TrainEngine(Protocol):
     ) -> UpdateReport:
         """One optimizer step on the sum of the micro-batches' losses, over all ranks; all get the same report."""
 
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Each value added up over the ranks that hold different rows; every rank gives equally many, and all get the
+        same sums."""
+
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """The trained model's weights under Hugging Face's names (with LoRA the adapter's): whole tensors, one at a
         time, or the parameters themselves where they are whole already. Every rank iterates to the end."""

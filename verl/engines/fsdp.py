@@ -133,6 +133,9 @@ class FsdpEngine:
             report.skipped = "empty"
         return report
 
+    def total(self, values: Sequence[float]) -> list[float]:
+        return self.spread.total(values)
+
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.module.shards():
             yield name, whole(tensor.detach(), tensor)

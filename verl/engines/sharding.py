@@ -6,11 +6,13 @@ same rows together; all others compute rows of their own. Parameters are sharded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,15 +29,22 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 ranks and copies over groups (HYBRID_SHARD); everything (NO_SHARD)."""
 
 
-def device_mesh(layout: Layout, device_type: str, replicas: int = 1) -> DeviceMesh:
-    """The mesh of a process group with ``layout.size`` ranks; ``replicas`` (HYBRID_SHARD) divides ``layout.dp``."""
+def device_mesh(layout: Layout, device_type: str, replicas: int = 1, ranks: Sequence[int] | None = None) -> DeviceMesh:
+    """The mesh of ``layout.size`` ``ranks`` of the world, in ascending order (default: all there are).
+
+    ``replicas`` (HYBRID_SHARD) divides ``layout.dp``. Every process of the world calls this, with the same arguments
+    and in the same order of calls; one that isn't among ``ranks`` has no use for the mesh it gets.
+    """
     if layout.cp > 1 or layout.pp > 1:
         raise RequestError("FSDP takes data and tensor parallel ranks only; context and pipeline sizes must be 1")
     if layout.dp % replicas:
         raise RequestError(f"{replicas} replicas don't divide {layout.dp} data-parallel ranks")
     sizes = {"replicate": replicas, "dp": layout.dp // replicas, "tp": layout.tp}
     kept = {name: size for name, size in sizes.items() if name == "dp" or size > 1}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+    if len(ranks) != layout.size or ranks != sorted(set(ranks)):
+        raise ValueError(f"ranks {ranks} aren't {layout.size} different ones in ascending order")
+    return DeviceMesh(device_type, torch.tensor(ranks).view(*kept.values()), mesh_dim_names=tuple(kept))
 
 
 def shard(

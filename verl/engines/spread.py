@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from verl.engines.tensor_parallel import parallelize
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,25 @@ class Spread:
 
     def gather(self, stats: Mapping[str, float], tokens: int, square_sum: float) -> list[Share]:
         """The shares of all ranks, in the same order everywhere; rows that several ranks compute count once."""
-        if self.mesh is None:
-            return [Share(stats, tokens, square_sum)]
-        again = "tp" in self._names and self.mesh.get_local_rank("tp") > 0
-        shares = [Share({}, 0, square_sum) if again else Share(stats, tokens, square_sum)]
+        return self._of_all(Share({}, 0, square_sum) if self._again else Share(stats, tokens, square_sum))
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, added in the same order everywhere; rows that several ranks compute count once."""
+        parts = self._of_all([0.0] * len(values) if self._again else [float(value) for value in values])
+        return [sum(column) for column in zip(*parts, strict=True)]
+
+    @property
+    def _again(self) -> bool:
+        """Whether another rank computes the same rows and counts them."""
+        return self.mesh is not None and "tp" in self._names and self.mesh.get_local_rank("tp") > 0
+
+    def _of_all(self, mine: T) -> list[T]:
+        """What each rank of the mesh has, in the same order everywhere."""
+        parts = [mine]
         for axis in reversed(self._names):
+            assert self.mesh is not None
             group = self.mesh.get_group(axis)
-            found: list[list[Share]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(found, shares, group=group)
-            shares = [share for part in found for share in part]
-        return shares
+            found: list[list[T]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(found, parts, group=group)
+            parts = [one for part in found for one in part]
+        return parts

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.errors import RequestError, RewardError
 from verl.rewards.calls import InProcess, Outcome, RewardShapeError, is_async
-from verl.rewards.functions import Score, read_batch, read_row, resolve, unique
+from verl.rewards.functions import Model, Score, read_batch, read_row, resolve, unique
 from verl.rewards.match import Binding, bind
 from verl.rewards.pool import Job, Pool, default_size
 
 if TYPE_CHECKING:
     import torch
 
+    from verl.config.model import RewardModelConfig
     from verl.config.run import RunConfig
-    from verl.rewards.model import RewardModelScorer
 
 log = logging.getLogger(__name__)
 Failure = Literal["error", "drop", "default"]
-MODEL = "reward_model"  # the reward model's name among the rewards
 _TOLD = 3  # failing rows logged one by one, per reward and call of score
 _EXCERPT = 120  # characters
 
@@ -86,7 +85,7 @@ class Scores:
 class Rewards:
     """The rewards of a run. ``score`` may be called from several threads at once; ``close`` ends the processes.
 
-    ``functions``: see ``functions.resolve``. ``weights``: one per function, then the model's; default 1 each.
+    ``rewards``: see ``functions.resolve``. ``weights``: one each; default 1.
     ``timeout``: seconds for one call (one row; all rows of a batch function), None: no limit. ``failure``: what
     becomes of a row whose reward raised, overran or gave NaN: ``error`` raises ``RewardError``, ``drop`` leaves the
     row without a total, ``default`` takes ``default`` as that reward's value. ``module:function`` and the rules of
@@ -96,17 +95,18 @@ class Rewards:
 
     def __init__(
         self,
-        functions: Sequence[Any],
+        rewards: Sequence[Any],
         weights: Sequence[float] | None = None,
         timeout: float | None = 60.0,
         failure: Failure = "error",
         default: float = 0.0,
-        model: RewardModelScorer | None = None,
         processes: int | None = None,
     ) -> None:
-        self._functions = unique([resolve(spec, timeout) for spec in functions], reserved=MODEL)
-        self._model = model
-        self.names = [f.name for f in self._functions] + ([MODEL] if model is not None else [])
+        found = unique([resolve(spec, timeout) for spec in rewards])
+        self._functions = [f for f in found if f.model is None]
+        self._models = {f.name: f.model for f in found if f.model is not None}
+        self._labels = {f.name: f.label for f in found}
+        self.names = [f.name for f in found]
         if not self.names:
             raise RequestError("no reward: set reward_fn or reward_model_config")
         self._weights = [1.0] * len(self.names) if weights is None else [float(w) for w in weights]
@@ -126,7 +126,7 @@ class Rewards:
     @property
     def has_model(self) -> bool:
         """Whether scoring also computes on the device."""
-        return self._model is not None
+        return bool(self._models)
 
     def __enter__(self) -> Rewards:
         return self
@@ -160,21 +160,22 @@ class Rewards:
         counts: Counter[str] = Counter(abstained=0, dropped=0, failed=0, timed_out=0)
         eager = self._failure == "error"
         jobs: dict[str, Job] = {}
-        modelled: list[float] = []
+        modelled: dict[str, list[float]] = {}
         try:
             for function, binding in bound:
                 if self._pool is not None and function.target is not None:
                     together = is_async(function.function) and not binding.batch
                     number, calls = self._numbers[function.name], binding.calls(rows)
                     jobs[function.name] = self._pool.submit(number, calls, together=together, eager=eager)
-            # while the processes work: the functions of this process, then the model
+            # while the processes work: the functions of this process, then the models
             outcomes: dict[str, Sequence[Outcome | None]] = {
                 function.name: self._local[function.name].run(binding.calls(rows), self._timeout, eager=eager)
                 for function, binding in bound
                 if function.target is None
             }
-            if self._model is not None:
-                modelled, counts["truncated"] = self._model.evaluate(rows)
+            for name, model in self._models.items():
+                modelled[name], cut = model.evaluate(rows)
+                counts["truncated"] += cut
             outcomes |= {name: job.wait() for name, job in jobs.items()}
         finally:
             for job in jobs.values():
@@ -182,11 +183,12 @@ class Rewards:
 
         places = [f"row {i} ({row.row_id})" for i, row in enumerate(rows)]
         results = {f.name: _read(outcomes[f.name], f.label, binding.batch, places) for f, binding in bound}
-        if self._model is not None:
-            results[MODEL] = [read_row(value, "model", place) for value, place in zip(modelled, places, strict=True)]
-        labels = {f.name: f.label for f in self._functions}
+        for name, values in modelled.items():
+            label = self._labels[name]
+            results[name] = [read_row(value, label, place) for value, place in zip(values, places, strict=True)]
+        results = {name: results[name] for name in self.names}
         for name, scores in results.items():
-            self._report(labels.get(name, "model"), scores, rows, counts)
+            self._report(self._labels[name], scores, rows, counts)
         return self._add(results, counts)
 
     def _match(self, columns: Collection[str]) -> list[Binding]:
@@ -244,13 +246,21 @@ class Rewards:
 
 
 def build_rewards(cfg: RunConfig, device: torch.device) -> Rewards:
-    """The run's rewards, a reward model loaded onto ``device``. Raises ``RequestError`` for what can't be set up."""
-    model = None
-    if cfg.reward_model_config is not None:
+    """The run's rewards, reward models loaded onto ``device``. Raises ``RequestError`` for what can't be set up."""
+    from verl.config.model import reward_model_of  # scoring processes import this module, and load light
+
+    def scorer(model: RewardModelConfig) -> Model:
         from verl.rewards.model import RewardModelScorer
 
-        model = RewardModelScorer(cfg.reward_model_config, device)
-    return Rewards(cfg.reward_fn, cfg.reward_weights, cfg.reward_timeout, cfg.reward_failure, cfg.reward_default, model)
+        return RewardModelScorer(model, device)
+
+    rewards: list[Any] = []
+    for entry in cfg.reward_fn:
+        model = reward_model_of(entry)
+        rewards.append(entry if model is None else {"name": scorer(model), "as": entry.get("as")})
+    if cfg.reward_model_config is not None:
+        rewards.append(scorer(cfg.reward_model_config))
+    return Rewards(rewards, cfg.reward_weights, cfg.reward_timeout, cfg.reward_failure, cfg.reward_default)
 
 
 def _read(outcomes: Sequence[Outcome | None], label: str, batch: bool, places: Sequence[str]) -> list[Score]:

@@ -9,24 +9,40 @@ import inspect
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.errors import RequestError
 from verl.rewards import rules
 from verl.rewards.calls import Outcome, RewardShapeError, Target, describe, load
 
+if TYPE_CHECKING:
+    from verl.rewards.base import RewardRow
+
+
+class Model(ABC):
+    """What scores rows in a function's place, all of them in one call."""
+
+    @abstractmethod
+    def evaluate(self, rows: Sequence[RewardRow]) -> tuple[list[float], int]:
+        """One number per row, and how many rows were cut to the model's limit."""
+
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One reward: ``name`` in metrics, ``label`` in messages, ``target`` where it runs in a scoring process."""
+    """One reward: ``name`` in metrics, ``label`` in messages, ``target`` where it runs in a scoring process.
+
+    ``model``: what scores in the function's place.
+    """
 
     name: str
     label: str
     function: Callable
     options: dict[str, Any]
     target: Target | None  # None: runs in this process
+    model: Model | None = None
 
 
 @dataclass(frozen=True)
@@ -46,16 +62,28 @@ class Score:
 
 
 def resolve(spec: Any, limit: float | None = None) -> RewardFunction:
-    """A rule's name, ``"module:function"``, a callable, or ``{name: one of these, option: value, ...}``.
+    """A rule's name, ``"module:function"``, a callable, a ``Model``, or ``{name: one of these, option: value, ...}``.
 
-    ``limit``: seconds that one call may take; a rule's own ``timeout`` must stay under it.
+    ``as`` beside the options is what metrics call it. ``limit``: seconds that one call may take; a rule's own
+    ``timeout`` must stay under it.
     Raises ``RequestError`` when it can't be found, imported or set up as asked.
     """
     options: dict[str, Any] = {}
+    called = None
     if isinstance(spec, dict):
         if "name" not in spec:
             raise RequestError(f"reward_fn: {spec!r} has no name (a rule, or 'module:function')")
-        spec, options = spec["name"], {key: value for key, value in spec.items() if key != "name"}
+        options = {key: value for key, value in spec.items() if key not in ("name", "as")}
+        called, spec = spec.get("as"), spec["name"]
+    reward = _found(spec, options, limit)
+    if called is None:
+        return reward
+    return replace(reward, name=called, label=reward.label if reward.model is None else f"model {called!r}")
+
+
+def _found(spec: Any, options: dict[str, Any], limit: float | None) -> RewardFunction:
+    if isinstance(spec, Model):
+        return RewardFunction("reward_model", "model", spec.evaluate, {}, None, spec)
     if callable(spec):
         name = getattr(spec, "__name__", type(spec).__name__).strip("<>")
         return RewardFunction(name, name, spec, options, None)
@@ -96,9 +124,9 @@ def _rule(name: str, options: dict[str, Any], limit: float | None) -> RewardFunc
     return RewardFunction(name, f"rule {name!r}", function, fixed, target)
 
 
-def unique(functions: Iterable[RewardFunction], reserved: str) -> list[RewardFunction]:
+def unique(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
     """The same functions under names that differ: a second ``score`` becomes ``score_2``."""
-    taken = {reserved}
+    taken: set[str] = set()
     named = []
     for function in functions:
         name, n = function.name, 1

@@ -26,6 +26,7 @@ from verl.models.adapters import is_adapter_folder
 from verl.models.factory import load_tokenizer, resolve_dtype
 from verl.models.scorer import is_marked
 from verl.rewards.base import RewardRow
+from verl.rewards.functions import Model
 
 # model types that pool a first token and are trained on text pairs
 _PAIR_TYPES = frozenset(
@@ -43,7 +44,7 @@ class _Input:
     cut: bool
 
 
-class RewardModelScorer:
+class RewardModelScorer(Model):
     """A frozen sequence-classification model with one label that scores rows; may be called from several threads.
 
     ``cfg.model_name_or_path`` is a hub name, a folder, or a loaded module (which is frozen and moved to ``device``);
@@ -60,7 +61,7 @@ class RewardModelScorer:
         self.model.requires_grad_(False).eval().to(device)
         origin = getattr(self.model.config, "_name_or_path", "") if loaded else source
         if tokenizer is None and not origin:
-            raise RequestError("reward_model_config: the module names no tokenizer; save both to a folder, name that")
+            raise RequestError("reward model: the module names no tokenizer; save both to a folder, name that")
         self.tokenizer = load_tokenizer(origin, cfg.trust_remote_code) if tokenizer is None else tokenizer
         kind = self.model.config.model_type
         self._paired = kind in _PAIR_TYPES and not chat.has_template(self.tokenizer)
@@ -69,7 +70,9 @@ class RewardModelScorer:
         self._backend = _pair_backend(self.tokenizer) if self._paired else None
         own = _own_limit(self.model.config, self.tokenizer)
         if cfg.max_length is not None and own is not None and cfg.max_length > own:
-            raise RequestError(f"reward_model_config.max_length {cfg.max_length} is over the model's own limit {own}")
+            raise RequestError(
+                f"reward model {origin!r}: max_length {cfg.max_length} is over the model's own limit {own}"
+            )
         self.max_length: int | None = cfg.max_length or own
         self._lock = threading.Lock()  # the pad id is set per forward, and the device is one
 
@@ -193,7 +196,7 @@ def _load(cfg: RewardModelConfig, dtype: torch.dtype) -> Any:
     source, trust = cfg.model_name_or_path, cfg.trust_remote_code
     if is_adapter_folder(source):
         raise RequestError(
-            f"reward_model_config: {source!r} holds an adapter without its base: name a folder of the merged model "
+            f"reward model: {source!r} holds an adapter without its base: name a folder of the merged model "
             "(verl export writes one)"
         )
     try:
@@ -205,11 +208,11 @@ def _load(cfg: RewardModelConfig, dtype: torch.dtype) -> Any:
     except RequestError:
         raise
     except (OSError, ValueError) as error:
-        raise RequestError(f"reward_model_config: can't load {source!r}: {error}") from error
+        raise RequestError(f"reward model: can't load {source!r}: {error}") from error
     trained = {name for name, _ in model.named_parameters()}
     if missing := sorted(trained & set(info["missing_keys"])):
         raise RequestError(
-            f"reward_model_config: {source!r} holds no weights for {', '.join(missing[:5])}: not a reward model"
+            f"reward model: {source!r} holds no weights for {', '.join(missing[:5])}: not a reward model"
         )
     return model
 
@@ -217,14 +220,15 @@ def _load(cfg: RewardModelConfig, dtype: torch.dtype) -> Any:
 def _require_one_label(config: Any) -> None:
     if config.num_labels != 1:
         raise RequestError(
-            f"reward_model_config: the model gives {config.num_labels} numbers per row (num_labels), a reward is one"
+            f"reward model: {getattr(config, '_name_or_path', '') or 'it'} gives {config.num_labels} numbers per row "
+            "(num_labels), a reward is one"
         )
 
 
 def _pair_backend(tokenizer: Any) -> Tokenizer:
     """A copy for encoding the two texts apart, in which a written-out special token is text like other text."""
     if not tokenizer.is_fast:
-        raise RequestError(f"reward_model_config: {type(tokenizer).__name__} has no fast form, which pairs need")
+        raise RequestError(f"reward model: {type(tokenizer).__name__} has no fast form, which pairs need")
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()

@@ -1,96 +1,129 @@
-"""Where a lap's rows come from: answers sampled and scored, or rows of the data set as they are."""
+"""Where a lap's rows come from: answers sampled and scored, or rows of the data set as they are.
+
+Sampled rows lie on the hosts; here are their facts. Rows of a data set are packed here and handed to the hosts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
+from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.preference import mismatch
 from verl.batch import Batch, Ragged
 from verl.config.errors import DataError, RunError
 from verl.config.run import RunConfig
 from verl.data.examples import Completion, Example, ExampleFeed
+from verl.data.feeds import OrderedFeed
 from verl.data.loader import PromptFeed
 from verl.metrics.names import member
 from verl.metrics.readings import latency_percentiles
 from verl.metrics.record import mean_present, with_count
-from verl.rewards.base import Rewards, Scores
+from verl.rewards.base import Scores
 from verl.rewards.rules import length as overlong
 from verl.rollout.base import Sampling
+from verl.runtime.crew import Crew
+from verl.runtime.host import gather
+from verl.runtime.orders import POOL, Accept, Ask, Put, Sampled, Shown, compact
 from verl.workers.offline import ANSWER_MASK, MISMATCHED
-from verl.workers.rollout import Draw, RolloutWorker, Row, reward_row
+from verl.workers.rollout import Draw
 
-Located = Callable[[str], AbstractContextManager[None]]
+SHOWN = 4  # rows of a lap whose texts are told, evenly spaced
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known here of a sampled row; ``place`` is its number in the pool of ``host``."""
+
+    draw: Draw
+    sample: int
+    host: int
+    place: int
+    length: int
+    finish_reason: str
+    version: int
+    seconds: float
+    logprobs: float  # sum over its tokens
+
+    @property
+    def id(self) -> str:
+        return f"{self.draw.id}/{self.sample}"
 
 
 @dataclass
 class Collected:
     """Scored rows in the order of their draws, whatever order they finished in."""
 
-    rows: list[Row]
-    texts: list[str]
+    rows: list[Fact]
     scores: Scores
     generate_seconds: float
     reward_seconds: float
+    shown: dict[int, Shown] = field(default_factory=dict)  # some rows' texts, by place
 
     @staticmethod
     def merge(parts: Sequence[Collected]) -> Collected:
         return Collected(
             [row for part in parts for row in part.rows],
-            [text for part in parts for text in part.texts],
             Scores.merge([part.scores for part in parts]),
             sum(part.generate_seconds for part in parts),
             sum(part.reward_seconds for part in parts),
         )
 
     def select(self, rows: Sequence[int]) -> Collected:
-        return dataclasses.replace(
-            self,
-            rows=[self.rows[i] for i in rows],
-            texts=[self.texts[i] for i in rows],
-            scores=self.scores.select(rows),
-        )
+        return dataclasses.replace(self, rows=[self.rows[i] for i in rows], scores=self.scores.select(rows))
 
 
 @dataclass
 class Lot:
-    """One lap's rows: the batch, what it says about itself, rows that get no update, and tokens that pass through."""
+    """One lap's rows by what seats need to know of them (``B`` entries each), and where their columns lie."""
 
-    batch: Batch
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    groups: list[int]
+    loss_tokens: list[int]
+    columns: tuple[str, ...]  # that lie on ``hosts`` to begin with
+    hosts: list[int]
     metrics: dict[str, float | None]
-    untrained: frozenset[int] = frozenset()
-    tokens: int = 0
+    untrained: frozenset[int] = frozenset()  # rows that get no update
     collected: Collected | None = field(default=None, repr=False)
+    batch: Batch | None = field(default=None, repr=False)  # rows of the data set
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.prompt_lengths) + sum(self.response_lengths)
 
     @property
     def trained(self) -> list[int]:
-        return [i for i in range(len(self.batch)) if i not in self.untrained]
+        return [i for i in range(len(self)) if i not in self.untrained]
 
 
 class Sampler:
-    """Draws prompts, samples answers, scores them; replaces groups that say nothing where the algorithm asks."""
+    """Draws prompts, has them answered and scored, and replaces flat groups where the algorithm asks for it."""
 
-    def __init__(
-        self, cfg: RunConfig, rollout: RolloutWorker, rewards: Rewards | None, feed: PromptFeed,
-        tokenizer: PreTrainedTokenizerBase, located: Located,
-    ) -> None:  # fmt: skip
-        self.cfg, self.rollout, self.rewards, self.feed = cfg, rollout, rewards, feed
-        self.tokenizer, self._located = tokenizer, located
-        self.draws = 0
+    def __init__(self, cfg: RunConfig, crew: Crew, feed: PromptFeed, *, scored: bool) -> None:
+        self.cfg, self.crew, self.feed, self.scored = cfg, crew, feed, scored
+        r = cfg.rollout
         self.sampling = Sampling(
-            temperature=cfg.rollout.temperature, top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
-            max_new_tokens=cfg.max_response_length, seed=cfg.seed, greedy=False, stop=tuple(cfg.rollout.stop),
+            temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_new_tokens=cfg.max_response_length,
+            seed=cfg.seed, stop=tuple(r.stop),
         )  # fmt: skip
         self.greedy = dataclasses.replace(self.sampling, greedy=True)
+        self.draws = 0
+        self._places = count()
+        self._step = 0  # the lap that is collected
 
     def state(self) -> dict[str, Any]:
         return {"draws": self.draws, "data": self.feed.state()}
@@ -101,8 +134,9 @@ class Sampler:
 
     # -- a lap's rows ----------------------------------------------------------------------------------------------
 
-    async def collect(self, *, baseline: bool) -> Lot:
+    async def collect(self, step: int, *, baseline: bool) -> Lot:
         """Rollouts of one version until ``train_batch_size`` rows are there. ``baseline``: and a greedy answer each."""
+        self._step = step
         cfg = self.cfg
         metrics: dict[str, float | None] = {}
         rounds = []
@@ -114,25 +148,29 @@ class Sampler:
         greedy = None
         if baseline:
             draws = list({row.draw.number: row.draw for row in collected.rows}.values())
-            greedy = await self.sample(draws, 1, self.greedy)
+            greedy = await self.sample(draws, 1, self.greedy, own=True)
             collected.generate_seconds += greedy.generate_seconds
             collected.reward_seconds += greedy.reward_seconds
+        n = len(collected.rows)
+        picked = [i * n // min(SHOWN, n) for i in range(min(SHOWN, n))]
+        collected.shown = dict(zip(picked, await self.show([collected.rows[i] for i in picked]), strict=True))
         penalties = self._penalties(collected)
-        batch = self._batch(collected, penalties, greedy)
-        metrics = self._metrics(collected, batch) | metrics
+        totals = [math.nan if t is None else t for t in collected.scores.totals]
+        if penalties is not None:
+            totals = [t + p for t, p in zip(totals, penalties, strict=True)]
+        metrics = self._metrics(collected, totals) | metrics
         if penalties is not None:
             metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
         if greedy is not None:
             metrics["reward/greedy_mean"] = mean_present(greedy.scores.totals)[0]
-        tokens = sum(len(r.draw.prompt.ids) + len(r.response.ids) for r in collected.rows)
-        return Lot(batch, metrics, tokens=tokens, collected=collected)
+        return await self._accept(step, collected, totals, greedy, metrics)
 
     async def _round(self, prompts: int) -> Collected:
         cfg = self.cfg
         drawn = await asyncio.to_thread(self.feed.take, prompts)  # a live source may wait
         draws = [Draw(self.draws + i, prompt) for i, prompt in enumerate(drawn)]
         self.draws += len(draws)
-        return await self.sample(draws, cfg.group_size, self.sampling, cfg.num_rollout_workers)
+        return await self.sample(draws, cfg.group_size, self.sampling, cfg.num_rollout_workers, own=True)
 
     async def _refill(self, collected: Collected, metrics: dict[str, float | None]) -> Collected:
         """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rows all got the same reward are drawn anew.
@@ -172,108 +210,137 @@ class Sampler:
             return None
         buffer = max(1, math.ceil(limit * algorithm.overlong_share))
         return [
-            algorithm.overlong_factor * overlong(row.response.ids, max_tokens=limit, buffer=buffer)
+            algorithm.overlong_factor * overlong(range(row.length), max_tokens=limit, buffer=buffer)
             for row in collected.rows
         ]
 
-    async def sample(self, draws: Sequence[Draw], n: int, sampling: Sampling, feeders: int = 1) -> Collected:
-        """``n`` scored rows for each draw. ``feeders`` requests run side by side and share the engine's batch."""
-        start = time.perf_counter()
-        rewards = self.rewards
-        has_model = rewards is not None and rewards.has_model
-        rows: list[Row] = []
-        texts: dict[str, str] = {}
-        parts: list[tuple[list[Row], asyncio.Task[Scores]]] = []
+    async def sample(
+        self, draws: Sequence[Draw], n: int, sampling: Sampling, feeders: int = 1, *, own: bool = False
+    ) -> Collected:
+        """``n`` scored rows for each draw, spread over the hosts that sample. ``own``: drawn from the training data.
 
-        async def score(part: list[Row]) -> Scores:
-            for row in part:
-                texts[row.id] = str(self.tokenizer.decode(list(row.response.ids), skip_special_tokens=True))
-            with self._located("reward.score"):
-                told = [reward_row(row, texts[row.id]) for row in part]
-                return await asyncio.to_thread(rewards.score, told) if rewards else Scores([None] * len(told))
+        ``feeders`` requests run side by side; those of one host share its engine's batch.
+        """
+        hosts = self.crew.of("rollout")
+        scorers = self.crew.of("reward") if self.scored else ()
+        first = next(self._places)
+        self._places = count(first + len(draws) * n)
 
-        async def feed(share: Sequence[Draw]) -> None:
-            groups: dict[str, list[Row]] = {}
-            with self._located("rollout.generate"):
-                async for row in self.rollout.generate(share, n, sampling):
-                    rows.append(row)
-                    group = groups.setdefault(row.draw.id, [])
-                    group.append(row)
-                    # A group at a time, while others are still sampled; a reward model waits: it shares the device.
-                    if len(group) == n and not has_model:
-                        parts.append((group, asyncio.create_task(score(group))))
+        async def share(i: int) -> Collected | None:
+            start, end = (k * len(draws) // len(hosts) for k in (i, i + 1))
+            if start == end:
+                return None
+            mine, rank = draws[start:end], hosts[i]
+            here = rank in scorers
+            drawn = self._told(mine) if own else mine
+            ask = Ask(drawn, first + start * n, n, sampling, max(1, feeders // len(hosts)), here)
+            async with self.crew.hold([rank]):
+                told: Sampled = await self.crew.one(rank, "rollout.generate", self._step, "generate", ask)
+            places = range(ask.first, ask.first + len(mine) * n)
+            scores, seconds = told.scores, told.reward_seconds
+            if scores is None and scorers:
+                scorer = scorers[i % len(scorers)]
+                begin = time.perf_counter()
+                async with self.crew.hold([scorer]):
+                    scores = await self.crew.one(scorer, "reward.score", self._step, "score", list(places), rank)
+                seconds = time.perf_counter() - begin
+            samples = [(draw, k) for draw in mine for k in range(n)]
+            rows = [
+                Fact(draw, k, rank, *facts)
+                for (draw, k), *facts in zip(
+                    samples, places, told.lengths, told.finish_reasons, told.versions, told.seconds, told.logprobs,
+                    strict=True,
+                )
+            ]  # fmt: skip
+            return Collected(rows, scores or Scores([None] * len(rows)), told.generate_seconds, seconds)
 
-        shares = [draws[k * len(draws) // feeders : (k + 1) * len(draws) // feeders] for k in range(feeders)]
-        try:
-            await gather([feed(share) for share in shares if share])
-            generated = time.perf_counter()
-            if has_model:
-                rows.sort(key=_place)
-                parts.append((list(rows), asyncio.create_task(score(rows))))
-            scored = Scores.merge([await task for _, task in parts])
-        finally:
-            for _, task in parts:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in parts), return_exceptions=True)  # all have ended, none unseen
-        merged = [row for part, _ in parts for row in part]
-        order = sorted(range(len(merged)), key=lambda i: _place(merged[i]))
-        rows = [merged[i] for i in order]
-        return Collected(
-            rows, [texts[row.id] for row in rows], scored.select(order), generated - start,
-            time.perf_counter() - generated,
-        )  # fmt: skip
+        parts = [part for part in await gather([share(i) for i in range(len(hosts))]) if part is not None]
+        merged = Collected.merge(parts)
+        merged.generate_seconds = max((part.generate_seconds for part in parts), default=0.0)  # side by side
+        merged.reward_seconds = max((part.reward_seconds for part in parts), default=0.0)
+        return merged
 
-    def _batch(self, collected: Collected, penalties: Sequence[float] | None, greedy: Collected | None) -> Batch:
-        """Pack once: the rows' columns, in the order of their ids. A row without a score leaves loss and statistics."""
-        rows, scores = collected.rows, collected.scores
-        totals = [math.nan if t is None else t for t in scores.totals]
-        if penalties is not None:
-            totals = [t + p for t, p in zip(totals, penalties, strict=True)]
-        judged = "reward" in self.cfg.algorithm.recipe.needs  # else scores are only told
+    def _told(self, draws: Sequence[Draw]) -> Sequence[Draw] | tuple[list[int], list[int]]:
+        """Draws as the hosts are told them: the training data's own, which hosts have too, as rows of it."""
+        if self.crew.alone or not isinstance(self.feed, OrderedFeed):
+            return draws
+        return [draw.number for draw in draws], [int(draw.prompt.id) for draw in draws]
+
+    async def show(self, rows: Sequence[Fact]) -> list[Shown]:
+        """Texts and tokens of sampled rows, while no lap has accepted them."""
+        by_host = _by_host(row.host for row in rows)
+        calls = {host: (POOL, [rows[i].place for i in places]) for host, places in by_host.items()}
+        found = await self.crew.each("show", calls)
+        shown = {i: told for host, places in by_host.items() for i, told in zip(places, found[host], strict=True)}
+        return [shown[i] for i in range(len(rows))]
+
+    async def _accept(
+        self, step: int, collected: Collected, totals: list[float], greedy: Collected | None,
+        metrics: dict[str, float | None],
+    ) -> Lot:  # fmt: skip
+        """The lap's rows, in the order of their draws. A row without a score leaves loss and statistics."""
+        rows, recipe = collected.rows, self.cfg.algorithm.recipe
+        judged = "reward" in recipe.needs  # else scores are only told
         kept = [not (judged and math.isnan(t)) for t in totals]
         if self.cfg.algorithm.mask_truncated:
-            kept = [k and r.response.finish_reason != "length" for k, r in zip(kept, rows, strict=True)]
-        lengths = torch.tensor([len(r.response.ids) for r in rows])
-        numbers = {draw: i for i, draw in enumerate(dict.fromkeys(r.draw.number for r in rows))}
-        batch = Batch([r.id for r in rows])
-        batch["prompt_ids"] = Ragged.from_rows([r.draw.prompt.ids for r in rows], torch.int64)
-        batch["group"] = torch.tensor([numbers[r.draw.number] for r in rows])
-        batch["response_ids"] = Ragged.from_rows([r.response.ids for r in rows], torch.int64)
-        batch["response_mask"] = Ragged(torch.tensor(kept).repeat_interleave(lengths), lengths)
-        batch["sampled_logprobs"] = Ragged.from_rows([r.response.logprobs for r in rows], torch.float32)
-        batch["finish_reason"] = [r.response.finish_reason for r in rows]
-        batch["version"] = torch.tensor([r.response.version for r in rows])
-        batch["scores"] = torch.tensor(totals, dtype=torch.float64)
-        if scores.per_reward:
-            batch["reward_parts"] = [{name: v[i] for name, v in scores.per_reward.items()} for i in range(len(rows))]
+            kept = [k and row.finish_reason != "length" for k, row in zip(kept, rows, strict=True)]
+        by_draw: dict[int, float] = {}
         if greedy is not None:
-            found = dict(zip((r.draw.number for r in greedy.rows), greedy.scores.totals, strict=True))
-            values = [found[r.draw.number] for r in rows]
-            batch["greedy_scores"] = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
-        return batch
+            values = [math.nan if t is None else t for t in greedy.scores.totals]
+            by_draw = dict(zip((row.draw.number for row in greedy.rows), values, strict=True))
+        by_parts = recipe.advantage is not None and "per_reward" in inspect.signature(
+            ESTIMATORS[recipe.advantage]
+        ).parameters  # fmt: skip
+        named = collected.scores.per_reward if by_parts else {}
 
-    def _metrics(self, collected: Collected, batch: Batch) -> dict[str, float | None]:
+        def accept(places: list[int]) -> Accept:
+            return Accept(
+                step, compact([rows[i].place for i in places]), compact(places),
+                array("d", [totals[i] for i in places]), [kept[i] for i in places],
+                [by_draw[rows[i].draw.number] for i in places] if greedy is not None else None,
+                [{name: v[i] for name, v in named.items()} for i in places] if named else None,
+            )  # fmt: skip
+
+        by_host = _by_host(row.host for row in rows)
+        for host in self.crew.of("rollout"):  # where nothing is accepted, the pool is emptied all the same
+            by_host.setdefault(host, [])
+        await self.crew.each("accept", {host: (accept(places),) for host, places in by_host.items()})
+        columns = ["prompt_ids", "group", "response_ids", "response_mask", "sampled_logprobs", "finish_reason"]
+        columns += ["version", "scores"]
+        columns += ["greedy_scores"] * (greedy is not None) + ["reward_parts"] * bool(named)
+        return Lot(
+            prompt_lengths=[len(row.draw.prompt.ids) for row in rows],
+            response_lengths=[row.length for row in rows],
+            groups=[row.draw.number for row in rows],
+            loss_tokens=[row.length * k for row, k in zip(rows, kept, strict=True)],
+            columns=tuple(columns),
+            hosts=[row.host for row in rows],
+            metrics=metrics,
+            collected=collected,
+        )
+
+    def _metrics(self, collected: Collected, totals: Sequence[float]) -> dict[str, float | None]:
         rows, scores = collected.rows, collected.scores
         present = [t for t in scores.totals if t is not None]
-        lengths = [len(r.response.ids) for r in rows]
+        lengths = [row.length for row in rows]
         metrics: dict[str, float | None] = {
             "reward/mean": mean_present(scores.totals)[0],
             "reward/std": torch.tensor(present).std().item() if len(present) > 1 else None,
             "response/length_mean": sum(lengths) / len(lengths),
             "response/length_max": max(lengths),
-            "response/truncated": sum(r.response.finish_reason == "length" for r in rows) / len(rows),
+            "response/truncated": sum(row.finish_reason == "length" for row in rows) / len(rows),
             # of all sampled tokens; the update replaces it by the exact value on the tokens that it trains
-            "policy/entropy": -batch.ragged("sampled_logprobs").values.mean().item(),
-            **latency_percentiles([r.response.seconds for r in rows]),
+            "policy/entropy": -sum(row.logprobs for row in rows) / sum(lengths),
+            **latency_percentiles([row.seconds for row in rows]),
         }
-        if self.rewards is None:
+        if not self.scored:
             metrics |= {"reward/mean": None, "reward/std": None}
         for family, columns in (("reward/<name>", scores.per_reward), ("extra/<key>", scores.extra)):
             for name, values in columns.items():
                 metrics |= with_count(member(family, name), values)
         metrics |= {f"reward/{name}": float(count) for name, count in scores.counts.items()}
-        if self.cfg.group_size > 1 and self.rewards is not None:
-            flat = batch.tensor("scores").view(-1, self.cfg.group_size)
+        if self.cfg.group_size > 1 and self.scored:
+            flat = torch.tensor(totals, dtype=torch.float64).view(-1, self.cfg.group_size)
             metrics["reward/flat_groups"] = (flat == flat[:, :1]).all(1).double().mean().item()
         return metrics
 
@@ -281,8 +348,8 @@ class Sampler:
 class Reader:
     """Takes rows of the data set as they are."""
 
-    def __init__(self, cfg: RunConfig, feed: ExampleFeed) -> None:
-        self.cfg, self.feed = cfg, feed
+    def __init__(self, cfg: RunConfig, crew: Crew, feed: ExampleFeed) -> None:
+        self.cfg, self.crew, self.feed = cfg, crew, feed
 
     def state(self) -> dict[str, Any]:
         return {"data": self.feed.state()}
@@ -290,10 +357,23 @@ class Reader:
     def restore(self, state: dict[str, Any]) -> None:
         self.feed.restore(state["data"])
 
-    async def collect(self, *, baseline: bool) -> Lot:
+    async def collect(self, step: int, *, baseline: bool) -> Lot:
         del baseline
         wanted = self.cfg.train_batch_size // self.cfg.group_size
-        return self.lot(await asyncio.to_thread(self.feed.take, wanted))
+        lot = self.lot(await asyncio.to_thread(self.feed.take, wanted))
+        await self.place(step, lot)
+        return lot
+
+    async def place(self, step: int, lot: Lot) -> None:
+        """Hand the rows to the hosts that train on them, whole groups to each; other hosts fetch what they need."""
+        assert lot.batch is not None
+        hosts, groups = self.crew.of("actor"), {group: i for i, group in enumerate(dict.fromkeys(lot.groups))}
+        lot.hosts = [hosts[groups[group] * len(hosts) // len(groups)] for group in lot.groups]
+        calls = {
+            host: (Put(step, rows, lot.batch if self.crew.alone else lot.batch.select(rows)),)
+            for host, rows in _by_host(lot.hosts).items()
+        }
+        await self.crew.each("put", calls)
 
     def lot(self, examples: Sequence[Example]) -> Lot:
         """A preference pair becomes two rows of one group, the chosen one first; the others one row each.
@@ -328,9 +408,19 @@ class Reader:
         if len(parts) > own:
             batch[ANSWER_MASK] = answer
             batch[MISMATCHED] = torch.tensor([-1] * own + list(range(own)))
-        tokens = len(batch.ragged("prompt_ids").values) + len(batch.ragged("response_ids").values)
         metrics: dict[str, float | None] = {"response/length_mean": mask.lengths[:own].double().mean().item()}
-        return Lot(batch, metrics, frozenset(range(own, len(parts))), tokens)
+        counted = torch.zeros(len(parts), dtype=torch.int64).index_add_(0, mask.row_index, mask.values.long())
+        return Lot(
+            prompt_lengths=batch.ragged("prompt_ids").lengths.tolist(),
+            response_lengths=mask.lengths.tolist(),
+            groups=batch.tensor("group").tolist(),
+            loss_tokens=counted.tolist(),
+            columns=tuple(batch.columns),
+            hosts=[],
+            metrics=metrics,
+            untrained=frozenset(range(own, len(parts))),
+            batch=batch,
+        )
 
 
 def _telling(collected: Collected, n: int) -> list[int]:
@@ -343,19 +433,9 @@ def _telling(collected: Collected, n: int) -> list[int]:
     return found
 
 
-async def gather(tasks: Iterable[Awaitable[Any]]) -> None:
-    """Run side by side; the first failure cancels the rest."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(_as_coroutine(task))
-    except* Exception as failures:
-        raise failures.exceptions[0] from None
-
-
-async def _as_coroutine(task: Awaitable[Any]) -> Any:
-    return await task
-
-
-def _place(row: Row) -> tuple[int, int]:
-    return row.draw.number, row.sample
+def _by_host(hosts: Iterable[int]) -> dict[int, list[int]]:
+    """Places by what stands there."""
+    found: dict[int, list[int]] = {}
+    for place, host in enumerate(hosts):
+        found.setdefault(host, []).append(place)
+    return found

@@ -1,74 +1,36 @@
-"""The controller walks the lap. It carries small things (draws, scores, seats, metrics); ops read and write columns.
+"""The controller walks the lap. It carries small things (draws, scores, seats, metrics); columns stay on the hosts.
 
-Ops that share a device share one compute thread and take turns; rewards are scored on other threads while the device
-samples. The first failure ends the lap and says where it happened.
+Ops that share a device take turns, ops on devices of their own run side by side; rewards are scored while others still
+sample. The first failure ends the lap and says where it happened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 from verl.algorithms.kl import KLController
-from verl.batch import Batch
-from verl.config.errors import RequestError, RunError
-from verl.config.load import memory_advice
 from verl.config.run import RunConfig
 from verl.data.examples import Example, ExampleFeed
 from verl.data.loader import PromptFeed
 from verl.dataflow.graph import Plan
-from verl.dataflow.nodes import Op
-from verl.engines.base import TrainEngine
-from verl.models.policy import Policy
-from verl.models.scorer import Scorer
-from verl.rewards.base import Rewards
-from verl.runtime.collect import Collected, Lot, Reader, Sampler, gather
+from verl.dataflow.nodes import Op, Rollout
+from verl.runtime.collect import Collected, Lot, Reader, Sampler
+from verl.runtime.crew import ROLES, Crew, Span, located
+from verl.runtime.host import gather
+from verl.runtime.load import Workers, layout_of, section_of
+from verl.runtime.orders import Done, Fetch, Order, compact
 from verl.seats import Seats, seat
-from verl.workers.actor import ActorWorker
-from verl.workers.critic import CriticWorker, ProcessRewardWorker
-from verl.workers.frozen import ReferenceWorker, TeacherWorker
-from verl.workers.lap import Lap
-from verl.workers.offline import OfflineWorker
-from verl.workers.rollout import RolloutWorker
+from verl.workers.lap import merged
+from verl.workers.offline import MISMATCHED
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Workers:
-    """What hosts the nodes' ops: one worker per role, and the thread that computes for all that share the device."""
-
-    trained: Policy | Scorer
-    actor: ActorWorker | OfflineWorker
-    device: torch.device
-    compute: Executor
-    rollout: RolloutWorker | None = None
-    rewards: Rewards | None = None
-    critic: CriticWorker | None = None
-    reference: ReferenceWorker | None = None
-    teacher: TeacherWorker | None = None
-    process_reward: ProcessRewardWorker | None = None
-
-    @property
-    def engines(self) -> dict[str, TrainEngine]:
-        """Everything that is trained, by role."""
-        roles = {"actor": self.actor, "critic": self.critic, "process_reward": self.process_reward}
-        return {role: worker.engine for role, worker in roles.items() if worker is not None}
-
-    def method(self, op: Op) -> Callable[[Batch, Lap], None]:
-        worker = getattr(self, op.node.kind, None)
-        if worker is None:
-            raise RequestError(f"{op.label} has no worker")
-        return getattr(worker, op.name)
+JUDGED = -2  # the "lap" of held-out rows
 
 
 @dataclass
@@ -79,137 +41,276 @@ class LapResult:
     collected: Collected | None = field(repr=False)  # None where nothing is sampled
 
 
+@dataclass
+class Walk:
+    """A lap on its way: its rows, who holds which column of them, and what the ops have told so far."""
+
+    step: int
+    kl_coef: float
+    lot: Lot
+    holders: dict[str, list[int]] = field(default_factory=dict)  # column -> a bit per host, for each row
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    trained: list[bool] | None = None
+    kl_per_response: float | None = None
+    seats: dict[tuple[str, int], Seats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for column in self.lot.columns:
+            self.holders[column] = [1 << host for host in self.lot.hosts]
+
+
 class Controller:
     """Runs laps of one plan. ``step`` counts finished laps; ``state`` and ``restore`` continue exactly."""
 
-    def __init__(
-        self, cfg: RunConfig, plan: Plan, workers: Workers, feed: PromptFeed | ExampleFeed,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:  # fmt: skip
-        self.cfg, self.plan, self.workers, self.feed = cfg, plan, workers, feed
+    def __init__(self, cfg: RunConfig, plan: Plan, crew: Crew, feed: PromptFeed | ExampleFeed) -> None:
+        self.cfg, self.plan, self.crew, self.feed = cfg, plan, crew, feed
         self.source: Sampler | Reader
-        if workers.rollout is not None:
-            prompts: Any = feed
-            self.source = Sampler(cfg, workers.rollout, workers.rewards, prompts, tokenizer, self._located)
+        given: Any = feed
+        if plan.node(Rollout) is not None:
+            self.source = Sampler(cfg, crew, given, scored="reward_model" in crew.placement.roles)
         else:
-            examples: Any = feed
-            self.source = Reader(cfg, examples)
+            self.source = Reader(cfg, crew, given)
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
         self.step = 0
+        self._ahead: asyncio.Task[Lot] | None = None  # the next lap's rows, sampled while this one ends
+        self._before_ahead: dict[str, Any] = {}  # the source's state without them
+
+    @property
+    def workers(self) -> Workers:
+        """Of a run that has one host in this process."""
+        return self.crew.workers
 
     # -- one lap ---------------------------------------------------------------------------------------------------
 
-    async def lap(self) -> LapResult:
-        """Collect, seat, walk the stages, publish. Returns the lap's metrics."""
+    async def lap(self, *, more: bool = False) -> LapResult:
+        """Collect, seat, walk the stages, publish. Returns the lap's metrics.
+
+        ``more``: another lap follows at once. Its rows are then collected as soon as the actor is published, while a
+        critic on devices of its own still updates.
+        """
         start = time.perf_counter()
-        lap = Lap(self.step + 1, kl_coef=self.kl.coef)
-        lot = await self.source.collect(baseline=self.plan.has("reward.baseline"))
-        lap.metrics |= lot.metrics
-        seconds: dict[str, float] = {}
-        await self._walk(lot, lap, seconds)
-        if lap.kl_per_response is not None:
-            with self._located("kl"):
-                self.kl.update(lap.kl_per_response, len(lot.batch))
-        publish = time.perf_counter()
-        if self.workers.rollout is not None:
-            self.workers.rollout.engine.version = lap.step  # it shares the trainer's parameters: nothing to move
+        step = self.step + 1
+        lot = await self._collect(step)
+        walk = Walk(step, self.kl.coef, lot, metrics=dict(lot.metrics))
+        *stages, last = [stage for stage in self.plan.stages if stage.kind == "run"]
+        for stage in stages:
+            await gather([self._run(op, walk) for op in stage.ops])
+            await self._release(walk, stage.ops)
+        sampled = isinstance(self.source, Sampler)
+        others = {ROLES.get(op.node.kind, op.node.kind) for op in last.ops} - {"actor"}
+        published = 0.0
+
+        async def update(op: Op) -> None:
+            nonlocal published
+            await self._run(op, walk)
+            if op.node.kind == "actor" and sampled:
+                published = await self._publish(step)
+                if more and others and all(self.crew.placement.disjoint("rollout", role) for role in others):
+                    self._before_ahead = self.source.state()
+                    self._ahead = asyncio.create_task(self._sample(step + 1))
+
+        try:
+            await gather([update(op) for op in last.ops])
+            if sampled and not any(op.node.kind == "actor" for op in last.ops):
+                published = await self._publish(step)
+        except BaseException:
+            await self._give_up_ahead()
+            raise
+        await self.crew.everywhere("finish", step)
+        if walk.kl_per_response is not None:
+            with located(step, "kl"):
+                self.kl.update(walk.kl_per_response, len(lot))
         end = time.perf_counter()
-        self.step = lap.step
-        metrics = lap.metrics | self._times(lot.collected, seconds)
-        if self.workers.rollout is not None:
-            metrics |= {"time/publish": end - publish, "kl/coef": lap.kl_coef, "kl/mean": lap.metrics.get("kl/mean")}
+        self.step = step
+        metrics = walk.metrics | self._times(lot.collected, walk.seconds)
+        if sampled:
+            metrics |= {"time/publish": published, "kl/coef": walk.kl_coef, "kl/mean": walk.metrics.get("kl/mean")}
         metrics["time/step"] = end - start
         metrics["throughput/tokens_per_second"] = lot.tokens / (end - start)
-        metrics["data/epoch"] = self.feed.epoch
-        metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
         return LapResult(metrics, lot.collected)
 
-    async def _walk(self, lot: Lot, lap: Lap, seconds: dict[str, float]) -> None:
-        """All stages after collecting, on the lap's rows."""
-        lap.forward = self._seat(lot.batch, range(len(lot.batch)), passes_only=True)
-        for stage in self.plan.stages:
-            if stage.kind == "run":
-                await gather([self._run(op, lot, lap, seconds) for op in stage.ops])
-                self._release(lot.batch, stage.ops)
+    async def _collect(self, step: int) -> Lot:
+        ahead, self._ahead = self._ahead, None
+        return await (self._sample(step) if ahead is None else ahead)
+
+    async def _sample(self, step: int) -> Lot:
+        with located(step, "collecting"):
+            lot = await self.source.collect(step, baseline=self.plan.has("reward.baseline"))
+        lot.metrics["data/epoch"] = self.feed.epoch
+        lot.metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
+        return lot
+
+    async def _give_up_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.gather(self._ahead, return_exceptions=True)
+            self._ahead = None
+
+    async def _publish(self, step: int) -> float:
+        """Seconds until every rollout samples from the weights of this lap's end."""
+        ranks = sorted({*self.crew.of("actor"), *self.crew.of("rollout")})
+        start = time.time()
+        with located(step, "publish"):
+            async with self.crew.hold(ranks):
+                seconds = await self.crew.each("publish", {rank: (step,) for rank in ranks})
+        for rank in ranks:
+            self.crew.record(Span("publish", rank, step, start, time.time()))
+        return max(seconds.values())
 
     async def judge(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and metrics of held-out rows, without an update."""
-        assert isinstance(self.source, Reader) and isinstance(self.workers.actor, OfflineWorker)
-        lot, lap = self.source.lot(examples), Lap(self.step, kl_coef=0.0)
-        batch, loop = lot.batch, asyncio.get_running_loop()
-        with self._located("evaluation"):
-            lap.forward = self._seat(batch, range(len(batch)), passes_only=True)
-            lap.update = self._seat(batch, lot.trained, passes_only=True)
-            if self.workers.reference is not None:
-                await loop.run_in_executor(self.workers.compute, self.workers.reference.logprobs, batch, lap)
-            return await loop.run_in_executor(self.workers.compute, self.workers.actor.judge, batch, lap)
+        assert isinstance(self.source, Reader)
+        lot = self.source.lot(examples)
+        await self.crew.everywhere("finish", JUDGED)
+        await self.source.place(JUDGED, lot)
+        walk = Walk(JUDGED, 0.0, lot)
+        actor = next(node for node in self.plan.nodes if node.kind == "actor")
+        reference = next((node for node in self.plan.nodes if node.kind == "reference"), None)
+        if reference is not None:
+            await self._run(reference.ops["logprobs"], walk)
+        before = set(walk.metrics)
+        await self._run(actor.ops["fit"], walk, judge=True)
+        await self.crew.everywhere("finish", JUDGED)
+        return {name: v for name, v in walk.metrics.items() if name not in before and v is not None}
 
-    async def _run(self, op: Op, lot: Lot, lap: Lap, seconds: dict[str, float]) -> None:
-        def timed() -> float:  # waiting for the device is not the op's time
-            start = time.perf_counter()
-            self.workers.method(op)(lot.batch, lap)
-            return time.perf_counter() - start
+    # -- ops -------------------------------------------------------------------------------------------------------
 
-        with self._located(op.label):
-            if lap.update is None and (op.name == "fit" or op.label in ("actor.update", "critic.update")):
-                lap.update = self._update_seats(lot, lap)
-            loop = asyncio.get_running_loop()
-            seconds[op.label] = await loop.run_in_executor(self.workers.compute, timed)
+    async def _run(self, op: Op, walk: Walk, *, judge: bool = False) -> None:
+        """One op on all ranks of its role; columns that lie elsewhere are fetched by those that need them."""
+        role = op.node.kind
+        ranks = self.crew.of(role)
+        with located(max(walk.step, self.step), op.label):
+            orders = self._orders(op, ranks, walk, judge)
+            async with self.crew.hold(list(orders)):
+                done: dict[int, Done] = await self.crew.each("run", {rank: (o,) for rank, o in orders.items()})
+        told = list(done.values())
+        walk.seconds[op.label] = max(d.end - d.start for d in told)
+        walk.metrics |= merged([d.metrics for d in told])
+        for rank, d in done.items():
+            self.crew.record(Span(op.label, rank, max(walk.step, 0), d.start, d.end))
+        if told[0].trained is not None:
+            walk.trained = told[0].trained
+        if told[0].kl_per_response is not None:
+            walk.kl_per_response = told[0].kl_per_response
+        written: dict[str, dict[int, int]] = {}
+        for rank, d in done.items():
+            for fetch in orders[rank].fetch:
+                for column in fetch.columns:
+                    for row in fetch.rows:
+                        walk.holders[column][row] |= 1 << rank
+            for column in d.columns:
+                bits = written.setdefault(column, {})
+                for row in orders[rank].rows:
+                    bits[row] = bits.get(row, 0) | 1 << rank
+        for column, bits in written.items():
+            holders = walk.holders.setdefault(column, [0] * len(walk.lot))
+            for row, bit in bits.items():
+                holders[row] = bit
 
-    @contextlib.contextmanager
-    def _located(self, label: str) -> Iterator[None]:
-        """Failures name the op and the step; what is wrong with the request keeps its kind."""
-        try:
-            yield
-        except RequestError:
-            raise
-        except Exception as error:
-            text = f"step {self.step + 1}, {label} on {self.workers.device}: {error or type(error).__name__}"
-            if isinstance(error, torch.OutOfMemoryError):
-                text += "\n" + memory_advice(self.cfg)
-            raise RunError(text) from error
+    def _orders(self, op: Op, ranks: Sequence[int], walk: Walk, judge: bool) -> dict[int, Order]:
+        role, lot = op.node.kind, walk.lot
+        columns = tuple(c for c in dict.fromkeys((*op.reads, *op.uses, *op.keeps)) if c in walk.holders)
 
-    def _release(self, batch: Batch, ops: Sequence[Op]) -> None:
+        def order(rank: int, rows: Sequence[int], forward: Seats | None = None, update: Seats | None = None) -> Order:
+            fetch = self._fetches(rank, rows, columns, walk)
+            name = "judge" if judge else op.name
+            return Order(role, name, walk.step, walk.kl_coef, rows, columns, forward, update, fetch)
+
+        if op.seats == "one":
+            return {ranks[0]: order(ranks[0], range(len(lot)))}
+        layout = layout_of(section_of(self.cfg, role).fsdp_config, len(ranks))
+        forward = self._forward_seats(walk, layout.dp)
+        update = None
+        if judge:
+            update = self._seat(walk.lot, lot.trained, layout.dp, passes_only=True)
+        elif op.seats == "update":
+            if ("update", layout.dp) not in walk.seats:
+                walk.seats["update", layout.dp] = self._update_seats(walk, layout.dp)
+            update = walk.seats["update", layout.dp]
+        orders = {}
+        for i, rank in enumerate(ranks):
+            place, everything = layout.place(i).dp, range(len(lot))
+            if update is None:
+                mine = forward.share(place, everything)
+                orders[rank] = order(rank, compact(sorted({r for micro in mine.rows(0) for r in micro})), mine)
+                continue
+            mine = update.share(place, everything)
+            micros = mine.rows(0)
+            if MISMATCHED in walk.holders:  # a row of KTO's and the partner that has its prompt go together
+                partner = {lot.groups[r]: r for r in lot.untrained}
+                micros = micros + [[partner[lot.groups[r]] for r in micro] for micro in micros]
+            rows = compact(sorted({r for micro in micros for r in micro}))
+            orders[rank] = order(rank, rows, None, mine)
+        return orders
+
+    def _fetches(self, rank: int, rows: Sequence[int], columns: Sequence[str], walk: Walk) -> tuple[Fetch, ...]:
+        """What of these columns isn't on the rank yet."""
+        if self.crew.alone:
+            return ()
+        wanted: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for column in columns:
+            by_host: dict[int, list[int]] = {}
+            holders = walk.holders[column]
+            for row in rows:
+                bits = holders[row]
+                if bits and not bits >> rank & 1:
+                    by_host.setdefault((bits & -bits).bit_length() - 1, []).append(row)
+            if not rows:  # none of the column's rows, but its kind, dtype and inner shape
+                elsewhere = (bits for bits in holders if bits and not bits >> rank & 1)
+                by_host = {(bits & -bits).bit_length() - 1: [] for bits in itertools.islice(elsewhere, 1)}
+            for host, missing in by_host.items():
+                wanted.setdefault((host, tuple(missing)), []).append(column)
+        return tuple(Fetch(host, compact(list(missing)), tuple(names)) for (host, missing), names in wanted.items())
+
+    async def _release(self, walk: Walk, ops: Sequence[Op]) -> None:
         """Drop the columns whose last reader has run."""
-        for column, reader in self.plan.last_reader.items():
-            if reader in ops:
-                batch.columns.pop(column, None)
+        gone = [c for c, reader in self.plan.last_reader.items() if reader in ops and c in walk.holders]
+        for column in gone:
+            del walk.holders[column]
+        if gone:
+            await self.crew.everywhere("release", walk.step, gone)
 
     # -- seats -----------------------------------------------------------------------------------------------------
 
-    def _seat(self, batch: Batch, trained: Sequence[int], *, passes_only: bool) -> Seats:
-        cfg = self.cfg
-        in_pairs = isinstance(self.workers.actor, OfflineWorker)  # the loss compares rows of a group
-        mask = batch.ragged("response_mask")
-        loss_tokens = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, mask.row_index, mask.values.long())
+    def _forward_seats(self, walk: Walk, ranks: int) -> Seats:
+        if ("forward", ranks) not in walk.seats:
+            everything = range(len(walk.lot))
+            walk.seats["forward", ranks] = self._seat(walk.lot, everything, ranks, passes_only=True)
+        return walk.seats["forward", ranks]
+
+    def _seat(self, lot: Lot, trained: Sequence[int], ranks: int, *, passes_only: bool) -> Seats:
+        cfg, recipe = self.cfg, self.cfg.algorithm.recipe
+        in_pairs = recipe.advantage is None  # the loss compares rows of a group
         return seat(
-            batch.ragged("prompt_ids").lengths.tolist(), mask.lengths.tolist(), batch.tensor("group").tolist(),
-            ranks=1,
-            mini_batch_rows=len(batch) if passes_only else cfg.mini_batch_size * len(batch) // cfg.train_batch_size,
+            lot.prompt_lengths, lot.response_lengths, lot.groups,
+            ranks=ranks,
+            mini_batch_rows=len(lot) if passes_only else cfg.mini_batch_size * len(lot) // cfg.train_batch_size,
             micro_rows=cfg.micro_batch_size,
             max_tokens=cfg.max_tokens_per_micro_batch,
-            loss_tokens=loss_tokens.tolist(),
-            skip=set(range(len(batch))) - set(trained),
+            loss_tokens=lot.loss_tokens,
+            skip=set(range(len(lot))) - set(trained),
             share_prompts=True,
-            whole_groups=cfg.algorithm.recipe.data == "pairs" or (not passes_only and in_pairs),
+            whole_groups=recipe.data == "pairs" or (not passes_only and in_pairs),
             epochs=1 if passes_only else cfg.algorithm.update_epochs,
             seed=cfg.seed + self.step,
         )  # fmt: skip
 
-    def _update_seats(self, lot: Lot, lap: Lap) -> Seats:
+    def _update_seats(self, walk: Walk, ranks: int) -> Seats:
         """Rows whose loss is exactly zero are counted in every denominator but not computed."""
-        algorithm, actor, batch = self.cfg.algorithm, self.workers.actor, lot.batch
-        trained = lot.trained
-        if isinstance(actor, ActorWorker):
-            in_loss = algorithm.entropy_coef or (lap.kl_coef and algorithm.kl_in == "loss")
-            in_loss = in_loss or algorithm.recipe.loss == "kl_cov"  # its KL has a gradient whatever the advantage
-            if self.workers.critic is None and not in_loss:
-                flags = actor.trained_rows(batch)
-                trained = [i for i in trained if flags[i]]
-        elif lot.collected is not None:  # online DPO: a pair of each group
-            trained = (batch.tensor("preferred") != 0).nonzero().flatten().tolist()
-        lap.metrics["policy/rows_trained"] = len(trained)
-        return self._seat(batch, trained, passes_only=False)
+        algorithm, trained = self.cfg.algorithm, walk.lot.trained
+        recipe = algorithm.recipe
+        if walk.trained is not None:
+            in_loss = algorithm.entropy_coef or (walk.kl_coef and algorithm.kl_in == "loss")
+            in_loss = in_loss or recipe.loss == "kl_cov"  # its KL has a gradient whatever the advantage
+            if recipe.advantage is None or not (in_loss or "critic" in self.crew.placement.roles):
+                trained = [i for i in trained if walk.trained[i]]
+        walk.metrics["policy/rows_trained"] = len(trained)
+        lot = walk.lot
+        if recipe.advantage is None and walk.trained is not None:  # rows of no pair are in no loss
+            tokens = [n * k for n, k in zip(lot.loss_tokens, walk.trained, strict=True)]
+            lot = dataclasses.replace(lot, loss_tokens=tokens)
+        return self._seat(lot, trained, ranks, passes_only=False)
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
@@ -222,15 +323,40 @@ class Controller:
             times |= {"time/generate": collected.generate_seconds, "time/reward": collected.reward_seconds}
         return times | {f"time/{label}": s for label, s in seconds.items()}
 
+    async def readings(self) -> dict[str, float]:
+        """Memory and utilisation: of several hosts, the largest."""
+        found: dict[str, float] = {}
+        for readings in (await self.crew.everywhere("readings")).values():
+            found = {name: max(value, found.get(name, value)) for name, value in (found | readings).items()}
+        return found
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Plain JSON: with the engines' tensors, all that the next lap depends on."""
-        return {"step": self.step, "kl": self.kl.state(), **self.source.state()}
+        source = self.source.state() if self._ahead is None else self._before_ahead
+        return {"step": self.step, "kl": self.kl.state(), **source}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.source.restore(state)
         self.kl.restore(state["kl"])
-        if self.workers.rollout is not None:
-            self.workers.rollout.engine.version = self.step
+
+    async def save(self, folder: str) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+        """Every host's part of a checkpoint: entries of its manifest, and what of the optimizers is plain JSON."""
+        entries: dict[str, dict[str, int]] = {}
+        facts: dict[str, Any] = {}
+        for written, scalars in (await self.crew.everywhere("save", folder)).values():
+            entries |= written
+            facts |= scalars
+        return entries, facts
+
+    async def take_back(self, folder: str, facts: dict[str, Any]) -> None:
+        """The hosts continue from a checkpoint; ``restore`` comes first."""
+        await self.crew.everywhere("restore", folder, facts)
+        if isinstance(self.source, Sampler):
+            await self._publish(self.step)
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            await self._give_up_ahead()

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.export import model_files
+from verl.checkpoint.parts import write_parts
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
-from verl.config.errors import RequestError
+from verl.cluster.group import WorkerLost
+from verl.config.errors import RequestError, RunError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
 from verl.data.examples import ExampleFeed, Examples
 from verl.data.loader import (
     Prompt,
-    PromptDataset,
     PromptFeed,
     Prompts,
     open_example_set,
@@ -35,7 +35,6 @@ from verl.data.loader import (
 )
 from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
-from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
 from verl.metrics.sinks import (
     ALWAYS,
@@ -48,15 +47,15 @@ from verl.metrics.sinks import (
     TensorBoardSink,
 )
 from verl.models.factory import load_tokenizer
-from verl.runtime.collect import Collected, Sampler
+from verl.runtime.collect import SHOWN, Collected, Sampler
 from verl.runtime.controller import Controller, LapResult
-from verl.runtime.launch import close, device_of, launch
+from verl.runtime.data import source_options, training_prompts
+from verl.runtime.launch import launch, placement_of
+from verl.runtime.orders import Shown
 from verl.trainer.flows import flow_of, needs
 from verl.workers.rollout import Draw
 
 log = logging.getLogger(__name__)
-
-SAMPLES_PER_STEP = 4
 
 
 @dataclass
@@ -102,6 +101,7 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
+        self._more = False  # whether a step is followed by another without a word from outside
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None  # the latest one
         self.recorder: Recorder | None = None
@@ -117,7 +117,7 @@ class Run:
         cfg = self.cfg
         flow = self._flow if self._flow is not None else flow_of(cfg)
         self.plan = flow.compile(needs(cfg))
-        device = device_of(cfg.device_map)
+        placement = placement_of(cfg, self.plan)
         actor = cfg.actor_model_config
         self.tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
         fields = self._open_data()
@@ -128,13 +128,13 @@ class Run:
                 f"{self.folder} has done all its {self.total_steps} steps; to go further: "
                 f"verl resume {self.folder} {key}={2 * (getattr(cfg, key) or 1)}"
             )
-        workers = launch(cfg, self.plan, self.tokenizer, self.total_steps, device)
-        self._closing.append(lambda: close(workers))
-        self._utilisation = UtilisationMeter(device)
-        self._closing.append(self._utilisation.close)
-        if workers.rewards is not None:
-            workers.rewards.check(fields)
-        self.controller = Controller(cfg, self.plan, workers, self.feed, self.tokenizer)
+        crew = launch(cfg, placement, self.tokenizer, self.folder if write else None)
+        self._closing.append(crew.close)
+        self._await(crew.everywhere("load", self.total_steps))
+        if "reward_model" in placement.roles:
+            scorer = placement.ranks("reward_model")[0]
+            self._await(crew.each("check_rewards", {scorer: (fields,)}))
+        self.controller = Controller(cfg, self.plan, crew, self.feed)
         if resume is not None:
             self._restore(resume)
         if write:
@@ -143,7 +143,8 @@ class Run:
         for line in [
             *notes(cfg),
             *chat.notes(self.tokenizer),
-            f"{cfg.algorithm.recipe.data}: {counts}; device: {device}",
+            f"{cfg.algorithm.recipe.data}: {counts}; "
+            + (f"device: {crew.device}" if crew.alone else f"{len(crew.ranks)} workers"),
         ]:
             self.say(line)
 
@@ -152,14 +153,13 @@ class Run:
         cfg, kind = self.cfg, self.cfg.algorithm.recipe.data
         limits: Any = {"max_prompt_length": cfg.max_prompt_length, "overlong": cfg.overlong}
         order: Any = {"seed": cfg.seed, "shuffle": cfg.shuffle, "streaming": cfg.streaming}
-        place: Any = {"columns": cfg.columns, "cache_dir": cfg.dataset_cache_dir}
-        place["bad_rows"] = cfg.bad_rows if "bad_rows" in cfg.model_fields_set else None  # None: the data set's own
+        place = source_options(cfg)
         held_out: Any = place | limits
         if cfg.eval.columns is not None:
             held_out["columns"] = cfg.eval.columns
         self.held_out: Prompts | Examples | None = None
         if kind == "prompts":
-            data = PromptDataset.of(cfg.dataset, **place)
+            data = training_prompts(cfg)
             self.feed: PromptFeed | ExampleFeed = data.feed(self.tokenizer, **order, **limits)
             if cfg.eval.dataset is not None:
                 self.held_out = open_prompts(cfg.eval.dataset, self.tokenizer, **held_out)
@@ -186,14 +186,16 @@ class Run:
         cfg, folder = self.cfg, self.folder
         try:
             if overwrite and holds_run(folder):
-                shutil.rmtree(folder)
+                for old in folder.iterdir():  # what lies in logs is this run's already
+                    if old.name != "logs":
+                        shutil.rmtree(old) if old.is_dir() else old.unlink()
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(dump(cfg))
         except OSError as error:
             raise RequestError(f"run_dir: can't write to {folder}: {error}") from error
         always = ALWAYS if cfg.algorithm.recipe.samples else ALWAYS_OFFLINE
         sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step, always)]
-        samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SAMPLES_PER_STEP, resume_step)]
+        samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SHOWN, resume_step)]
         if cfg.metrics.tensorboard:
             board = TensorBoardSink(folder / "tensorboard", resume_step)
             sinks.append(board)
@@ -201,7 +203,9 @@ class Run:
         if cfg.metrics.prometheus_port is not None:
             sinks.append(PrometheusSink(cfg.metrics.prometheus_port))
         self.console = ConsoleSink(self.total_steps, samples=cfg.algorithm.recipe.samples) if self._show else None
-        handlers: list[logging.Handler] = [logging.FileHandler(folder / "logs" / "controller.log")]
+        handlers: list[logging.Handler] = [
+            logging.FileHandler(folder / "logs" / "controller.log", "a" if resume_step is not None else "w")
+        ]
         handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         if self.console is not None:
             sinks.append(self.console)
@@ -233,20 +237,22 @@ class Run:
     def step(self) -> LapResult:
         """One lap: rollout, reward, update; recorded, and saved when due."""
         assert self.recorder is not None
-        result: LapResult = self._await(self.controller.lap())
-        result.metrics |= memory_readings(self.controller.workers.device)
-        step = self.controller.step
+        step = self.controller.step + 1
+        every = self.cfg.eval.every_steps
+        evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
+        every = self.cfg.checkpoint.every_steps
+        saves = bool(every and step % every == 0) and step < self.total_steps
+        more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
+        result: LapResult = self._await(self.controller.lap(more=more))
+        result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
         self._first = self._first or result.metrics
-        result.metrics |= self._utilisation.read()
-        every = self.cfg.eval.every_steps
-        if self.held_out is not None and (step == self.total_steps or (every and step % every == 0)):
+        if evaluates:
             result.metrics |= self.evaluate().metrics
         self.recorder.step(step, result.metrics)
         if result.collected is not None:
             self.recorder.samples(step, _samples(result.collected))
-        every = self.cfg.checkpoint.every_steps
-        if every and step % every == 0 and step < self.total_steps:
+        if saves:
             self.save()
         return result
 
@@ -265,15 +271,40 @@ class Run:
     def train(self) -> Summary:
         """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
         last: dict[str, float | None] = {}
+        restarts = 0
         with _signals(self._on_signal):
-            if self.held_out is not None and self.controller.step == 0:
-                self.before = self.evaluate()
-            while self.controller.step < self.total_steps and self._stop is None:
-                last = self.step().metrics
-            if self.controller.step > 0 and self.store.latest() != self.controller.step:
-                self.save()
+            while True:
+                try:
+                    last = self._train() or last
+                    break
+                except WorkerLost as error:
+                    restarts += 1
+                    if restarts > self.cfg.cluster.max_restarts or self._stop is not None:
+                        raise
+                    self._restart(f"restart {restarts} of at most {self.cfg.cluster.max_restarts}: {error}")
         stopped = self._stop if self.controller.step < self.total_steps else None
         return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, stopped)
+
+    def _train(self) -> dict[str, float | None]:
+        """Metrics of the last lap; none where all were done."""
+        last: dict[str, float | None] = {}
+        if self.held_out is not None and self.controller.step == 0:
+            self.before = self.evaluate()
+        self._more = True
+        while self.controller.step < self.total_steps and self._stop is None:
+            last = self.step().metrics
+        self._more = False
+        if self.controller.step > 0 and self.store.latest() != self.controller.step:
+            self.save()
+        return last
+
+    def _restart(self, why: str) -> None:
+        """New workers, which go on from the last checkpoint, or from the start where there is none."""
+        log.warning(why)
+        self.close()
+        checkpoint = self.store.load() if self.store.latest() is not None else None
+        self.prepare(checkpoint)
+        log.warning("new workers go on after step %d", self.controller.step)
 
     def evaluate(self) -> Evaluation:
         """Greedy answers to the held-out prompts, scored by the run's rewards; of held-out rows the loss's numbers."""
@@ -285,11 +316,11 @@ class Run:
         if isinstance(self.controller.source, Sampler):
             sampler = self.controller.source
             draws = [Draw(i, prompt) for i, prompt in enumerate(rows)]
-            collected: Collected = self._await(sampler.sample(draws, 1, sampler.greedy))
+            collected, shown = self._await(self._answer(sampler, draws))
             metrics = _evaluation_metrics(collected)
             answers = [
-                Answer(_question(row.draw.prompt), text, total)
-                for row, text, total in zip(collected.rows, collected.texts, collected.scores.totals, strict=True)
+                Answer(_question(row.draw.prompt), told.text, total)
+                for row, told, total in zip(collected.rows, shown, collected.scores.totals, strict=True)
             ]
         else:
             judged: dict[str, float] = self._await(self.controller.judge(rows))
@@ -303,6 +334,13 @@ class Run:
         self.after = Evaluation(step, metrics, answers)
         return self.after
 
+    @staticmethod
+    async def _answer(sampler: Sampler, draws: list[Draw]) -> tuple[Collected, list[Shown]]:
+        collected = await sampler.sample(draws, 1, sampler.greedy)
+        shown = await sampler.show(collected.rows)
+        await sampler.crew.everywhere("empty_pool")
+        return collected, shown
+
     # -- stops -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -315,38 +353,37 @@ class Run:
 
     def save(self) -> Path:
         """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state."""
-        start = time.perf_counter()
-        workers, cfg = self.controller.workers, self.cfg
-        parts: dict[str, Any] = {}
-        scalars: dict[str, Any] = {}
-        for name, engine in workers.engines.items():
-            parts[name] = dict(engine.shards())
-            parts[f"{name}_optimizer"], scalars[name] = engine.state()
-        parts["rng"] = rng_state()
-        parts["state"] = {
-            "controller": self.controller.state(),
-            "optimizers": scalars,
-            "fingerprint": self.feed.fingerprint,
-            "before": None if self.before is None else dataclasses.asdict(self.before),
-        }
-        path = self.store.save(
-            self.controller.step, parts, {"hf": model_files(workers.trained.lm, self.tokenizer, cfg.actor_model_config)}
-        )
+        start, step = time.perf_counter(), self.controller.step
+        folder = self.store.begin(step)
+        try:
+            entries, optimizers = self._await(self.controller.save(str(folder)))
+            state = {
+                "controller": self.controller.state(),
+                "optimizers": optimizers,
+                "fingerprint": self.feed.fingerprint,
+                "before": None if self.before is None else dataclasses.asdict(self.before),
+            }
+            entries |= write_parts(folder, {"rng": rng_state(), "state": state})
+            path = self.store.commit(step, entries)
+        except RunError as error:
+            self.store.abandon(step)
+            raise type(error)(f"{error}. {self.store.standing()}") from error
+        except BaseException:
+            self.store.abandon(step)
+            raise
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         return path
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        workers = self.controller.workers
         state = checkpoint.json("state")
         if state["fingerprint"] != self.feed.fingerprint:
             raise RequestError(
                 f"{checkpoint.path} was saved with other prompts: data set, chat template, tokenizer or length limits "
                 "have changed since; resume with the ones it was trained on"
             )
-        for name, engine in workers.engines.items():
-            engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), state["optimizers"][name])
         restore_rng(checkpoint.tensors("rng"))
         self.controller.restore(state["controller"])
+        self._await(self.controller.take_back(str(checkpoint.path), state["optimizers"]))
         if state["before"] is not None:
             saved = state["before"]
             self.before = Evaluation(saved["step"], saved["metrics"], [Answer(**a) for a in saved["answers"]])
@@ -355,6 +392,7 @@ class Run:
         """Let go of threads, processes, files and the screen; a second call does nothing."""
         while self._closing:
             self._closing.pop()()
+        self._loop = None
 
     def __enter__(self) -> Run:
         return self
@@ -389,22 +427,20 @@ def _question(prompt: Prompt) -> str:
 
 def _samples(collected: Collected) -> list[Sample]:
     """Rows for ``samples.jsonl``: evenly spaced over the lap."""
-    n = len(collected.rows)
     scores = collected.scores
-    picked = [i * n // SAMPLES_PER_STEP for i in range(min(SAMPLES_PER_STEP, n))]
     return [
         Sample(
             row_id=row.id,
             prompt=row.draw.prompt.text,
-            response=collected.texts[i],
-            response_ids=row.response.ids,
-            logprobs=row.response.logprobs,
-            finish_reason=row.response.finish_reason,
+            response=told.text,
+            response_ids=tuple(told.ids),
+            logprobs=tuple(told.logprobs),
+            finish_reason=row.finish_reason,
             reward=scores.totals[i],
             rewards={name: values[i] for name, values in (scores.per_reward | scores.extra).items()},
-            version=row.response.version,
+            version=row.version,
         )
-        for i in picked
+        for i, told in collected.shown.items()
         for row in [collected.rows[i]]
     ]
 
@@ -415,8 +451,8 @@ def _evaluation_metrics(collected: Collected) -> dict[str, float]:
     metrics: dict[str, float | None] = {
         "eval/reward_mean": reward,
         "eval/accuracy": sum(t is not None and t >= 1 for t in totals) / scored if scored else None,
-        "eval/length_mean": sum(len(row.response.ids) for row in rows) / len(rows),
-        "eval/truncated": sum(row.response.finish_reason == "length" for row in rows) / len(rows),
+        "eval/length_mean": sum(row.length for row in rows) / len(rows),
+        "eval/truncated": sum(row.finish_reason == "length" for row in rows) / len(rows),
         "eval/rows": len(rows),
     }
     for name, values in (collected.scores.per_reward | collected.scores.extra).items():

@@ -13,7 +13,7 @@ from verl.config.load import load_config
 from verl.config.run import RunConfig
 from verl.data.loader import PreferenceDataset
 from verl.rewards.pairwise import fit_reward_head
-from verl.runtime.launch import device_of
+from verl.runtime.launch import first_device
 from verl.trainer.base import holds_run
 from verl.trainer.rl import RLTrainer
 
@@ -100,6 +100,6 @@ class PPOTrainer(RLTrainer):
             shutil.rmtree(folder.parent)
         log.warning("no reward given: fitting a pairwise reward head on the %d preference pairs", len(cfg.dataset))
         policy = cfg.actor_model_config.model_name_or_path
-        fit = fit_reward_head(policy, cfg.dataset, folder, device_of(cfg.device_map))
+        fit = fit_reward_head(policy, cfg.dataset, folder, first_device(cfg))
         held = "" if fit.held_out_accuracy is None else f", {fit.held_out_accuracy:.0%} of those held out"
         log.warning("reward head: right on %.0f%% of %d fitted pairs%s", 100 * fit.accuracy, fit.pairs, held)

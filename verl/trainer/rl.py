@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -9,19 +10,21 @@ from typing import Any
 
 from verl.config.errors import RequestError
 from verl.config.load import load_config
+from verl.config.model import REWARD_MODEL
 from verl.config.recipes import RECIPES
 from verl.config.run import RunConfig
-from verl.config.section import Section
+from verl.config.section import Section, listed
 from verl.data.loader import TOY_PROMPTS
 from verl.dataflow.graph import DataFlow
-from verl.dataflow.nodes import Actor, Critic, Node, RewardModel, Rollout
+from verl.dataflow.nodes import Actor, Critic, Node, ProcessReward, RewardModel, Rollout, Teacher
 from verl.runtime.controller import LapResult
 from verl.trainer.base import Run, Summary, holds_run
 
 _SECTIONS: dict[type[Node], str] = {
     Actor: "actor_model_config",
     Critic: "critic_model_config",
-    RewardModel: "reward_model_config",
+    Teacher: "teacher_model_config",
+    ProcessReward: "process_reward_model_config",
     Rollout: "rollout",
 }
 
@@ -29,10 +32,12 @@ _SECTIONS: dict[type[Node], str] = {
 class RLTrainer:
     """Laps of rollout, reward and update. The constructor loads nothing; the first ``step`` or ``train`` does.
 
-    ``flow``: a drawing whose nodes may name models; default: GRPO's. ``reward_fn``: a callable, ``module:function``,
-    a rule's name, or a list of them. ``dataset``: anything ``PromptDataset`` takes; default: built-in toy prompts.
-    ``num_rollout_steps``: laps; ``num_update_steps``: passes over each lap's batch. Other keywords are keys of the
-    configuration (docs/configuration.md). Raises ``RequestError`` for what is missing or wrong, at the first step.
+    ``flow``: a drawing whose nodes may name models and rewards; default: GRPO's. ``reward_fn``: a callable,
+    ``module:function``, a rule's name, or a list of them. ``dataset``: anything ``PromptDataset`` takes; default:
+    built-in toy prompts. ``num_rollout_steps``: laps; ``num_update_steps``: passes over each lap's batch. Other
+    keywords are keys of the configuration (docs/configuration.md) and win over what the flow's nodes say. ``config``: a
+    resolved configuration, in the place of all of them. Raises ``RequestError`` for what is missing or wrong, at the
+    first step.
 
     Two runs never share a folder: without ``run_dir`` each takes the next free one of ``runs/default``,
     ``runs/default-2``, ...; a ``run_dir`` that holds a run is refused, or replaced with ``overwrite=True``.
@@ -71,6 +76,10 @@ class RLTrainer:
                 section = _given(node.config) | model | section
             if section:
                 keys[key] = section
+        for node in nodes:
+            if node.model is not None and not isinstance(node, (*_SECTIONS, RewardModel)):
+                raise RequestError(f"{node!r} takes no model: a reference is the policy's start")
+        _add_rewards(keys, [n for n in nodes if isinstance(n, RewardModel)])
         keys.setdefault("run_dir", _next_free(RunConfig.model_fields["run_dir"].default))
         algorithm = keys.get("algorithm", "ppo" if any(isinstance(n, Critic) for n in nodes) else "grpo")
         algorithm = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
@@ -135,6 +144,46 @@ class RLTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _add_rewards(keys: dict[str, Any], nodes: list[RewardModel]) -> None:
+    """The rewards that nodes name join the configuration's, with the node's weight and under its name.
+
+    The configuration's own have the weight of the node that names none. A model of an unnamed node is
+    ``reward_model_config``.
+    """
+    named = [n for n in nodes if n.rewards or n.names_model]
+    own = [n for n in nodes if n not in named]
+    if len(own) > 1:
+        raise RequestError(
+            f"{own[0]!r} and {own[1]!r} name no reward: one of them can stand for the configuration's rewards; give "
+            "the other model= or reward_fn="
+        )
+    weight = own[0].weight if own else 1.0
+    entries = [(entry, weight) for entry in listed(keys.get("reward_fn"))]
+    if own and named and not entries and keys.get("reward_model_config") is None:
+        raise RequestError(
+            f"{own[0]!r} names no reward, and neither does the configuration: give it model= or reward_fn="
+        )
+    for node in named:
+        called = {} if node.name == node.kind else {"as": node.name}
+        model = _given(node.config) | ({} if node.model is None else {"model_name_or_path": node.model})
+        if node.rewards:
+            if called and len(node.rewards) == 1:  # of several each keeps its own name
+                (entry,) = node.rewards
+                entries.append((called | (dict(entry) if isinstance(entry, Mapping) else {"name": entry}), node.weight))
+            else:
+                entries += [(entry, node.weight) for entry in node.rewards]
+        elif called:
+            entries.append(({"name": REWARD_MODEL} | called | model, node.weight))
+        else:
+            keys["reward_model_config"] = model | _given(keys.get("reward_model_config"))
+            weight = node.weight
+    weights = [w for _, w in entries] + ([weight] if keys.get("reward_model_config") is not None else [])
+    if named:
+        keys["reward_fn"] = [entry for entry, _ in entries]
+    if any(w != 1 for w in weights):
+        keys.setdefault("reward_weights", weights)
 
 
 def _given(section: Any) -> dict[str, Any]:

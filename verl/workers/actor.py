@@ -18,7 +18,7 @@ from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
 from verl.engines.base import LossFn, TrainEngine
 from verl.seats import MiniBatch
-from verl.workers.lap import Lap
+from verl.workers.lap import Lap, Mean, Most
 from verl.workers.update import run_steps
 
 COVARIANCE = "covariance_tokens"  # batch column: tokens that clip_cov or kl_cov treat apart, chosen once per lap
@@ -34,6 +34,11 @@ class ActorWorker:
     def logprobs(self, batch: Batch, lap: Lap) -> None:
         out = self.engine.forward(batch, lap.micro_batches, frozenset({"logprobs"}), self.temperature)
         batch["old_logprobs"] = out["logprobs"]
+        if "sampled_logprobs" in batch:
+            gap = (_values(batch, "old_logprobs") - _values(batch, "sampled_logprobs")).abs()
+            gap = gap[_values(batch, "response_mask")]
+            lap.metrics["rollout/logprob_diff_mean"] = Mean.of(gap)
+            lap.metrics["rollout/logprob_diff_max"] = Most.of(gap)
 
     def advantages(self, batch: Batch, lap: Lap) -> None:
         """Advantages and value targets of each response token (docs/algorithms.md)."""
@@ -56,13 +61,19 @@ class ActorWorker:
             facts["greedy_scores"] = batch.tensor("greedy_scores")
         if "reward_parts" in batch:
             facts["per_reward"], facts["reward_weights"] = parts_of(batch), self.cfg.reward_weights
-        self._write(batch, call(ESTIMATORS[str(algorithm.recipe.advantage)], facts))
+        self._write(batch, lap, call(ESTIMATORS[str(algorithm.recipe.advantage)], facts))
+        if "values" in batch:
+            values, returns = facts["values"][mask], _values(batch, "returns")[mask]
+            variance = returns.var().item() if len(returns) > 1 else 0.0
+            explained = 1 - (returns - values).var().item() / variance if variance else None
+            lap.metrics["critic/value_mean"] = values.mean().item() if len(values) else None
+            lap.metrics["critic/explained_variance"] = explained
 
     def distill(self, batch: Batch, lap: Lap) -> None:
         """Advantages from a teacher's log-probabilities of the student's tokens; no reward takes part."""
         facts = self._numbers() | {"mask": _values(batch, "response_mask"), "old_logprobs": self._old(batch).values}
         facts["teacher_logprobs"] = _values(batch, "teacher_logprobs")
-        self._write(batch, call(ESTIMATORS[str(self.cfg.algorithm.recipe.advantage)], facts))
+        self._write(batch, lap, call(ESTIMATORS[str(self.cfg.algorithm.recipe.advantage)], facts))
         kl = kl_estimate(facts["old_logprobs"], facts["teacher_logprobs"], facts["mask"], "k3")[facts["mask"]]
         lap.metrics["distill/kl"] = kl.mean().item() if len(kl) else None
 
@@ -70,17 +81,25 @@ class ActorWorker:
         """The algorithm's numbers by key; ``old_logprobs`` names a choice there and a column among the facts."""
         return {key: value for key, value in self.cfg.algorithm.model_dump().items() if key != "old_logprobs"}
 
-    def _write(self, batch: Batch, estimate: Tensor | TokenAdvantages) -> None:
-        column = batch.ragged("response_mask")
+    def _write(self, batch: Batch, lap: Lap, estimate: Tensor | TokenAdvantages) -> None:
+        """The columns of the lap's rows, and which rows and tokens the update will treat apart."""
+        algorithm, column = self.cfg.algorithm, batch.ragged("response_mask")
         mask = column.values
         if isinstance(estimate, Tensor):  # one per row
             spread = broadcast(estimate, mask, column.row_index)
             estimate = TokenAdvantages(spread, spread)
         advantages, returns = estimate
-        if self.cfg.algorithm.whiten_advantages:
+        if algorithm.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         batch["advantages"] = column.with_values(advantages.float())
         batch["returns"] = column.with_values(returns.float())
+        lap.trained = self.trained_rows(batch)
+        if algorithm.recipe.loss in ("clip_cov", "kl_cov"):
+            facts = self._numbers() | {
+                "old_logprobs": self._old(batch).values, "advantages": _values(batch, "advantages"),
+                "mask": mask, "kind": algorithm.recipe.loss, "seed": self.cfg.seed + lap.step,
+            }  # fmt: skip
+            batch[COVARIANCE] = column.with_values(call(covariance_tokens, facts))
 
     def _old(self, batch: Batch) -> Ragged:
         """Where the ratio starts: the trainer's own log-probabilities, or the sampler's (bypass)."""
@@ -94,13 +113,6 @@ class ActorWorker:
 
     def update(self, batch: Batch, lap: Lap) -> None:
         algorithm = self.cfg.algorithm
-        if algorithm.recipe.loss in ("clip_cov", "kl_cov"):
-            mask = batch.ragged("response_mask")
-            facts = self._numbers() | {
-                "old_logprobs": self._old(batch).values, "advantages": _values(batch, "advantages"),
-                "mask": mask.values, "kind": algorithm.recipe.loss, "seed": self.cfg.seed + lap.step,
-            }  # fmt: skip
-            batch[COVARIANCE] = mask.with_values(call(covariance_tokens, facts))
         want = {"logprobs", "entropy"}
         steps = run_steps(
             self.engine, batch, lap.mini_batches, lambda mini: self._loss(mini, lap), want, self.temperature
@@ -123,12 +135,7 @@ class ActorWorker:
             m["correction/weight_mean"] = steps.mean("weight", "tokens")
             m["correction/effective_share"] = effective_share(sums["weight"], sums["weight_squares"], tokens)
             m["correction/changed"] = steps.mean("weight_changed", "tokens")
-        if "old_logprobs" in batch:
-            gap = (_values(batch, "old_logprobs") - _values(batch, "sampled_logprobs")).abs()
-            gap = gap[_values(batch, "response_mask")]
-            m["rollout/logprob_diff_mean"] = gap.mean().item() if len(gap) else None
-            m["rollout/logprob_diff_max"] = gap.max().item() if len(gap) else None
-        elif "gap_max" in steps.sums:
+        if "gap_max" in steps.sums:  # else the pass before the update has told
             m["rollout/logprob_diff_mean"] = steps.mean("gap", "tokens")
             m["rollout/logprob_diff_max"] = steps.sums["gap_max"]
 

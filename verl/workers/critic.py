@@ -41,11 +41,6 @@ class CriticWorker:
         m["critic/lr"] = steps.lr
         m["critic/bad_steps"] = steps.bad
         m["critic/clip_fraction"] = steps.mean("clipped", "tokens") or 0.0
-        mask = batch.ragged("response_mask").values
-        returns, values = batch.ragged("returns").values[mask], batch.ragged("values").values[mask]
-        m["critic/value_mean"] = values.mean().item() if len(values) else None
-        variance = returns.var().item() if len(returns) > 1 else 0.0
-        m["critic/explained_variance"] = 1 - (returns - values).var().item() / variance if variance else None
 
     def _loss(self, mini: MiniBatch) -> LossFn:
         def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -85,7 +80,6 @@ class ProcessRewardWorker:
         now, mask = self._forward(self.engine, batch, lap), batch.ragged("response_mask").values
         start = batch.ragged(START).values
         batch["token_rewards"] = now.with_values(implicit_token_rewards(now.values, start, mask, self.beta).float())
-        del batch.columns[START]
 
     def _forward(self, engine: TrainEngine, batch: Batch, lap: Lap) -> Ragged:
         out = engine.forward(batch, lap.micro_batches, frozenset({"logprobs"}), self.cfg.rollout.temperature)

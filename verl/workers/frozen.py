@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
+from torch import Tensor
+
 from verl.algorithms.kl import kl_estimate
 from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
 from verl.engines.base import TrainEngine
 from verl.models.policy import Policy
-from verl.workers.lap import Lap
+from verl.workers.lap import Lap, Mean
 
 
 class ReferenceWorker:
@@ -24,17 +27,31 @@ class ReferenceWorker:
         return out["logprobs"]
 
     def logprobs(self, batch: Batch, lap: Lap) -> None:
-        batch["ref_logprobs"] = self._forward(batch, lap.micro_batches)
+        batch["ref_logprobs"] = ref = self._forward(batch, lap.micro_batches)
+        if "sampled_logprobs" in batch and self.cfg.algorithm.recipe.pairs_sampled:
+            everywhere = torch.ones_like(ref.values, dtype=torch.bool)  # rows outside of pairs, too
+            lap.metrics["kl/mean"] = self._kl(batch, ref, everywhere)
 
     def drift(self, batch: Batch, lap: Lap) -> None:
-        """KL to the starting policy on the first ``kl_sample_rows`` rows; measured only, never trained on."""
-        k = min(self.cfg.kl_sample_rows, len(batch))
-        sample = batch.select(range(k))  # whole groups: their prompts cost once
-        kept = [[i for i in micro if i < k] for micro in lap.micro_batches]
-        ref = self._forward(sample, [micro for micro in kept if micro]).values
-        mask = sample.ragged("response_mask").values
-        kl = kl_estimate(sample.ragged("sampled_logprobs").values, ref, mask, self.cfg.algorithm.kl_estimator)
-        lap.metrics["kl/mean"] = kl[mask].mean().item() if mask.any() else None
+        """KL to the starting policy on the lap's first ``kl_sample_rows`` rows; measured only, never trained on.
+
+        Column ``row`` holds the rows' numbers in the lap; without it the batch is the lap.
+        """
+        numbers = batch.tensor("row").tolist() if "row" in batch else range(len(batch))
+        place: dict[int, int] = {}  # of the sampled rows, by their place in the batch
+        for i, number in enumerate(numbers):
+            if number < self.cfg.kl_sample_rows:  # whole groups: their prompts cost once
+                place[i] = len(place)
+        kept = [[place[i] for i in micro if i in place] for micro in lap.micro_batches]
+        passes = [micro for micro in kept if micro]
+        busy = self.engine.total([float(i < len(passes)) for i in range(len(kept))])  # ranks that make an i-th pass
+        passes += [[]] * (sum(n > 0 for n in busy) - len(passes))
+        sample = batch.select(list(place))
+        lap.metrics["kl/mean"] = self._kl(sample, self._forward(sample, passes), sample.ragged("response_mask").values)
+
+    def _kl(self, rows: Batch, ref: Ragged, mask: Tensor) -> Mean:
+        sampled = rows.ragged("sampled_logprobs").values
+        return Mean.of(kl_estimate(sampled, ref.values, mask, self.cfg.algorithm.kl_estimator)[mask])
 
 
 class TeacherWorker:

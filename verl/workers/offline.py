@@ -6,6 +6,7 @@ token and divided by the mini-batch's global counts, so shares add over micro-ba
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -13,19 +14,18 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import preference
-from verl.algorithms.kl import kl_estimate
 from verl.algorithms.named import call
 from verl.algorithms.preference import PairLoss, RowLoss
 from verl.algorithms.reduce import last_tokens, reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch
 from verl.config.run import RunConfig
 from verl.engines.base import LossFn, TrainEngine
-from verl.seats import MiniBatch, Totals, seat
+from verl.seats import MiniBatch, Totals
 from verl.workers.lap import Lap
 from verl.workers.update import run_steps
 
-# batch columns of KTO's rows that only serve the baseline, a prompt with another row's answer: the row whose prompt it
-# is (-1 elsewhere), and which of the answer's tokens are trained in its own row
+# batch columns of KTO's rows that only serve the baseline, a prompt with another row's answer: the row whose prompt and
+# group it shares (-1 elsewhere), and which of the answer's tokens are trained in its own row
 MISMATCHED, ANSWER_MASK = "mismatched", "answer_mask"
 Outputs = Mapping[str, Tensor]
 
@@ -57,17 +57,19 @@ class OfflineWorker:
             return lambda outputs, micro: self._counted(outputs, micro, mini.totals)
 
         steps = run_steps(self.engine, batch, lap.mini_batches, loss_of, {self.want}, self.temperature)
-        lap.metrics |= steps.policy_metrics() | self.means(steps.sums)
+        lap.metrics |= steps.policy_metrics()
+        lap.metrics |= self.means(steps.sums)
 
     def judge(self, batch: Batch, lap: Lap) -> dict[str, float]:
-        """Loss and metrics of all rows with the weights as they are; no gradient, no step."""
+        """Loss and metrics of all rows that an update would train, with the weights as they are; no step is made."""
         (mini,) = lap.mini_batches
         self.before_step(batch, mini)
-        out = self.engine.forward(batch, lap.micro_batches, frozenset({self.want}), self.temperature)
-        rows = [i for micro in mini.ranks[0] for i in micro]
+        rows, micro_batches = _only(batch, mini.ranks[0])
+        out = self.engine.forward(rows, micro_batches, frozenset({self.want}), self.temperature)
         with torch.no_grad():
-            flat = {name: column.select(rows).values for name, column in out.items()}
-            _, sums = self._counted(flat, batch.select(rows), mini.totals)
+            _, sums = self._counted({name: column.values for name, column in out.items()}, rows, mini.totals)
+        adding = [name for name in sums if not name.endswith("_max")]  # those are the same on all ranks
+        sums |= zip(adding, self.engine.total([sums[name] for name in adding]), strict=True)
         return {"loss": sums["loss"], **self.means(sums)}
 
     def _counted(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
@@ -90,15 +92,8 @@ class PairWorker(OfflineWorker):
         preferred = preference.preferences_from_scores(scores, batch.tensor("group"))
         batch["preferred"] = preferred
         batch["response_mask"] = mask.with_values(mask.values & (preferred != 0)[mask.row_index])
+        lap.trained = (preferred != 0).tolist()
         lap.metrics["preference/pairs"] = int((preferred > 0).sum())
-
-    def fit(self, batch: Batch, lap: Lap) -> None:
-        if "sampled_logprobs" in batch:  # of the lap's start, over all sampled rows
-            sampled, ref = batch.ragged("sampled_logprobs").values, batch.ragged("ref_logprobs").values
-            everywhere = torch.ones_like(sampled, dtype=torch.bool)
-            kl = kl_estimate(sampled, ref, everywhere, self.cfg.algorithm.kl_estimator)
-            lap.metrics["kl/mean"] = kl.mean().item()
-        super().fit(batch, lap)
 
     def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
         out = self._pairs(outputs["logprobs"], rows)
@@ -127,17 +122,13 @@ class LabelWorker(OfflineWorker):
     baseline = torch.zeros(())
 
     def before_step(self, batch: Batch, mini: MiniBatch) -> None:
-        own = [i for micro in mini.ranks[0] for i in micro]
-        partner = {int(b): a for a, b in enumerate(batch.tensor(MISMATCHED).tolist()) if b >= 0}
-        rows = batch.select([partner[i] for i in own])
-        seats = seat(
-            rows.ragged("prompt_ids").lengths.tolist(), rows.ragged("response_ids").lengths.tolist(),
-            rows.tensor("group").tolist(), ranks=1, mini_batch_rows=len(rows), micro_rows=self.cfg.micro_batch_size,
-            max_tokens=self.cfg.max_tokens_per_micro_batch,
-        )  # fmt: skip
-        now = self.engine.forward(rows, seats.rows(0), frozenset({"logprobs"}), self.temperature)["logprobs"].values
+        group = batch.tensor("group").tolist()
+        partner = {group[i]: i for i, row in enumerate(batch.tensor(MISMATCHED).tolist()) if row >= 0}
+        rows, micro_batches = _only(batch, [[partner[group[i]] for i in micro] for micro in mini.ranks[0]])
+        now = self.engine.forward(rows, micro_batches, frozenset({"logprobs"}), self.temperature)["logprobs"].values
         gap = select(now - rows.ragged("ref_logprobs").values, rows.ragged(ANSWER_MASK).values)
-        self.baseline = preference.kto_baseline(gap.sum(), len(rows))
+        total, count = self.engine.total([gap.double().sum().item(), len(rows)])
+        self.baseline = preference.kto_baseline(torch.tensor(total), int(count))
 
     def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
         logprobs = outputs["logprobs"]
@@ -199,6 +190,13 @@ class ScorerWorker(OfflineWorker):
         if "rows" in sums:
             return {"preference/accuracy": sums["right"] / sums["rows"]}
         return _pair_means(sums)
+
+
+def _only(batch: Batch, micro_batches: list[list[int]]) -> tuple[Batch, list[list[int]]]:
+    """The rows of the micro-batches one after another, and the micro-batches in their numbers there."""
+    number = itertools.count()
+    rows = batch.select([i for micro in micro_batches for i in micro])
+    return rows, [[next(number) for _ in micro] for micro in micro_batches]
 
 
 def _mask(rows: Batch, like: Tensor) -> tuple[Tensor, Tensor, torch.device]:

@@ -49,16 +49,15 @@ class RolloutWorker:
             yield Row(draw, k, response)
 
 
-def reward_row(row: Row, text: str) -> RewardRow:
-    """What a reward sees of a row. ``text`` is the response decoded without special tokens."""
-    prompt = row.draw.prompt
+def reward_row(row_id: str, prompt: Prompt, text: str, ids: tuple[int, ...], finish_reason: str) -> RewardRow:
+    """What a reward sees of a row. ``text`` is the response ``ids`` decoded without special tokens."""
     return RewardRow(
-        row_id=row.id,
+        row_id=row_id,
         prompt_id=prompt.id,
         prompt=prompt.text,
         response=text,
         prompt_ids=prompt.ids,
-        response_ids=row.response.ids,
-        finish_reason=row.response.finish_reason,
+        response_ids=ids,
+        finish_reason=finish_reason,
         fields=prompt.fields,
     )

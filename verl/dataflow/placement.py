@@ -1,0 +1,58 @@
+"""Which worker hosts which role, from ``device_map`` and its defaults. Names only: no device is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from verl.config.devices import ROLES, Device, check_exists, devices_of, workers
+from verl.config.rules import check_modules
+from verl.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``devices``: one worker each, whose rank is its place here; the actor's come first. ``roles``: role to ranks,
+    ascending."""
+
+    devices: tuple[Device, ...]
+    roles: dict[str, tuple[int, ...]]
+
+    def ranks(self, role: str) -> tuple[int, ...]:
+        """The workers that host a role; none, where the plan lacks it."""
+        return self.roles.get(role, ())
+
+    def disjoint(self, a: str, b: str) -> bool:
+        """Whether two roles share no worker, so that neither ever waits for the other's device."""
+        return not set(self.ranks(a)) & set(self.ranks(b))
+
+    def hosted(self, rank: int) -> tuple[str, ...]:
+        """The roles of a worker."""
+        return tuple(role for role, ranks in self.roles.items() if rank in ranks)
+
+    def check(self, gpus: int) -> None:
+        """``RequestError`` where this machine, which has so many ``gpus``, lacks a device; names role and device."""
+        for role, ranks in self.roles.items():
+            check_exists([self.devices[rank] for rank in ranks], gpus, role)
+
+    def describe(self) -> str:
+        """A line per worker: rank, device, roles."""
+        return "\n".join(
+            f"worker {rank} on {device}: {', '.join(self.hosted(rank))}" for rank, device in enumerate(self.devices)
+        )
+
+
+def place(cfg: RunConfig, default: Device, roles: Collection[str]) -> Placement:
+    """Where ``roles`` (those that the plan has) are; ``default``: the actor's device where the map doesn't name one.
+
+    ``ConfigError``: several workers, and a model that is a loaded module.
+    """
+    hosted = workers(cfg.device_map, roles, default)
+    check_modules(cfg, len(hosted))
+    rank = {device: number for number, device in enumerate(hosted)}
+    placed = {
+        role: tuple(sorted(rank[d] for d in devices_of(cfg.device_map, role, default)))
+        for role in ROLES
+        if role in roles
+    }
+    return Placement(tuple(hosted), placed)

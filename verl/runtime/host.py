@@ -1,0 +1,398 @@
+"""A host: all nodes that are placed on one device, and the rows that lie there.
+
+One process has one host. The controller calls its methods by name (``cluster/group.py``); each call has a thread of its
+own, and whatever computes takes turns on the host's one compute thread. Where a role spans hosts, the controller calls
+all of them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from array import array
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl.batch import Batch, Ragged
+from verl.checkpoint.export import model_files
+from verl.checkpoint.parts import write_parts
+from verl.checkpoint.store import Checkpoint
+from verl.cluster.group import Context
+from verl.cluster.shelf import Shelf
+from verl.config.errors import RequestError, RunError
+from verl.config.load import memory_advice
+from verl.config.run import RunConfig
+from verl.data.loader import PromptDataset
+from verl.dataflow.placement import Placement
+from verl.metrics.readings import UtilisationMeter, memory_readings
+from verl.models.factory import load_tokenizer
+from verl.rewards.base import Scores
+from verl.runtime.data import training_prompts
+from verl.runtime.load import Workers, load
+from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown
+from verl.workers.lap import Lap
+from verl.workers.rollout import Draw, Row, reward_row
+
+T = TypeVar("T")
+SAMPLED = ("draw", "response_ids", "sampled_logprobs", "finish_reason", "version", "text")  # columns of the pool
+
+
+def make_host(
+    context: Context, cfg: RunConfig, placement: Placement, tokenizer: PreTrainedTokenizerBase | None
+) -> Host:
+    """A worker's factory; nothing is loaded before ``load``."""
+    return Host(context, cfg, placement, tokenizer)
+
+
+class Host:
+    """See the module. ``tokenizer``: the actor's where it is at hand already."""
+
+    def __init__(
+        self, context: Context, cfg: RunConfig, placement: Placement, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.context, self.cfg, self.placement, self._tokenizer = context, cfg, placement, tokenizer
+        self.device = torch.device(context.device.partition(":")[0] if "cpu" in context.device else context.device)
+        self.where = str(self.device) if context.size == 1 else f"{self.device} (worker {context.rank})"
+        self.workers: Workers | None = None
+        self._laps: dict[int, Shelf] = {POOL: Shelf()}
+        self._utilisation = UtilisationMeter(self.device)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-host", daemon=True)
+        self._thread.start()
+
+    # -- set up ----------------------------------------------------------------------------------------------------
+
+    def load(self, laps: int) -> None:
+        """Models and engines of this host's roles. ``laps``: of the whole run, for learning-rate schedules."""
+        actor = self.cfg.actor_model_config
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
+        self.workers = load(self.cfg, self.placement, self.context, self._tokenizer, self.device, laps)
+
+    def check_rewards(self, columns: Collection[str]) -> None:
+        """Whether the data's columns fill the reward functions' arguments."""
+        if self._ready.rewards is not None:
+            self._ready.rewards.check(columns)
+
+    @property
+    def _ready(self) -> Workers:
+        if self.workers is None:
+            raise RuntimeError("load comes first")
+        return self.workers
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def put(self, put: Put) -> None:
+        self._shelf(put.step).put(put.rows, put.batch)
+
+    def give(self, step: int, rows: Sequence[int], columns: Sequence[str]) -> Batch:
+        """Columns of rows that lie here, for another host."""
+        return self._shelf(step).batch(rows, columns)
+
+    def release(self, step: int, columns: Sequence[str]) -> None:
+        """Nobody reads these columns any more."""
+        self._shelf(step).release(columns)
+
+    def finish(self, step: int) -> None:
+        """The lap is over: its rows go."""
+        self._laps.pop(step, None)
+
+    def _shelf(self, step: int) -> Shelf:
+        return self._laps.setdefault(step, Shelf())
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    def generate(self, ask: Ask) -> Sampled:
+        """Sample, and score where that is asked for; the rows stay here, in the pool."""
+        return self._await(self._generate(ask))
+
+    def _draws(self, told: Sequence[Draw] | tuple[list[int], list[int]]) -> Sequence[Draw]:
+        if not isinstance(told, tuple):
+            return told
+        assert self._tokenizer is not None
+        numbers, rows = told
+        limits: Any = {"max_prompt_length": self.cfg.max_prompt_length, "overlong": self.cfg.overlong}
+        prompts = self._data.chosen(rows, self._tokenizer, **limits)
+        return [Draw(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+
+    @cached_property
+    def _data(self) -> PromptDataset:
+        return training_prompts(self.cfg)
+
+    async def _generate(self, ask: Ask) -> Sampled:
+        start, rollout, rewards = time.perf_counter(), self._ready.rollout, self._ready.rewards
+        assert rollout is not None
+        drawn = await asyncio.to_thread(self._draws, ask.draws)
+        has_model = rewards is not None and rewards.has_model
+        number = {draw.id: ask.first + i * ask.n for i, draw in enumerate(drawn)}
+        rows: dict[int, Row] = {}
+        parts: list[tuple[list[int], asyncio.Task[Scores | None]]] = []
+
+        async def score(part: list[int]) -> Scores | None:
+            await asyncio.to_thread(self._pool_rows, {i: rows[i] for i in part})
+            return await asyncio.to_thread(self.score, part) if ask.score else None
+
+        async def feed(draws: Sequence) -> None:
+            groups: dict[str, list[int]] = {}
+            with self._located("rollout.generate"):
+                async for row in rollout.generate(draws, ask.n, ask.sampling):
+                    place = number[row.draw.id] + row.sample
+                    rows[place] = row
+                    group = groups.setdefault(row.draw.id, [])
+                    group.append(place)
+                    # A group at a time, while others are still sampled; a reward model waits: it shares the device.
+                    if len(group) == ask.n and not has_model:
+                        parts.append((group, asyncio.create_task(score(group))))
+
+        n, feeders = len(drawn), ask.feeders
+        shares = [drawn[k * n // feeders : (k + 1) * n // feeders] for k in range(feeders)]
+        try:
+            await gather([feed(share) for share in shares if share])
+            generated = time.perf_counter()
+            if has_model:
+                everything = sorted(rows)
+                parts.append((everything, asyncio.create_task(score(everything))))
+            scored = [await task for _, task in parts]
+        finally:
+            for _, task in parts:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in parts), return_exceptions=True)  # all have ended, none unseen
+        scores = None
+        if ask.score:
+            order = [place for part, _ in parts for place in part]
+            scores = Scores.merge([s for s in scored if s is not None])
+            scores = scores.select(sorted(range(len(order)), key=order.__getitem__))
+        responses = [rows[place].response for place in sorted(rows)]
+        return Sampled(
+            lengths=[len(r.ids) for r in responses],
+            finish_reasons=[r.finish_reason for r in responses],
+            versions=[r.version for r in responses],
+            seconds=array("f", [r.seconds for r in responses]),
+            logprobs=array("f", [sum(r.logprobs) for r in responses]),
+            scores=scores,
+            generate_seconds=generated - start,
+            reward_seconds=time.perf_counter() - generated,
+        )
+
+    def _pool_rows(self, rows: dict[int, Row]) -> None:
+        """Pack once: the rows' columns as they were sampled, and their text."""
+        assert self._tokenizer is not None
+        batch = Batch([row.id for row in rows.values()])
+        responses = [row.response for row in rows.values()]
+        batch["draw"] = [row.draw for row in rows.values()]
+        batch["response_ids"] = Ragged.from_rows([r.ids for r in responses], torch.int64)
+        batch["sampled_logprobs"] = Ragged.from_rows([r.logprobs for r in responses], torch.float32)
+        batch["finish_reason"] = [r.finish_reason for r in responses]
+        batch["version"] = torch.tensor([r.version for r in responses])
+        batch["text"] = [str(self._tokenizer.decode(list(r.ids), skip_special_tokens=True)) for r in responses]
+        self._laps[POOL].put(list(rows), batch)
+
+    def score(self, rows: list[int], held_by: int | None = None) -> Scores:
+        """Scores of rows of the pool, here or of the host ``held_by``."""
+        rewards = self._ready.rewards
+        with self._located("reward.score"):
+            if held_by is None or held_by == self.context.rank:
+                batch = self.give(POOL, rows, SAMPLED)
+            else:
+                batch = self.context.peer(held_by).call("give", POOL, rows, SAMPLED)
+            ids = [tuple(row.tolist()) for row in batch.ragged("response_ids").rows()]
+            facts: list[Any] = [batch["draw"], batch["text"], ids, batch["finish_reason"]]
+            told = [
+                reward_row(row_id, draw.prompt, text, response, reason)
+                for row_id, draw, text, response, reason in zip(batch.ids, *facts, strict=True)
+            ]
+            return rewards.score(told) if rewards is not None else Scores([None] * len(told))
+
+    def accept(self, accept: Accept) -> None:
+        """Rows of the pool enter a lap; the rest of the pool goes. A row without a score leaves loss and statistics."""
+        pool = self._laps[POOL].batch(accept.pool, SAMPLED)
+        draws: Any = pool["draw"]
+        responses = pool.ragged("response_ids")
+        batch = Batch(pool.ids)
+        batch["prompt_ids"] = Ragged.from_rows([draw.prompt.ids for draw in draws], torch.int64)
+        batch["group"] = torch.tensor([draw.number for draw in draws])
+        batch["response_ids"] = responses
+        batch["response_mask"] = responses.with_values(torch.tensor(accept.kept).repeat_interleave(responses.lengths))
+        for name in ("sampled_logprobs", "finish_reason", "version"):
+            batch[name] = pool[name]
+        batch["scores"] = torch.tensor(accept.scores, dtype=torch.float64)
+        if accept.greedy is not None:
+            batch["greedy_scores"] = torch.tensor(accept.greedy, dtype=torch.float64)
+        if accept.parts is not None:
+            batch["reward_parts"] = accept.parts
+        self._shelf(accept.step).put(accept.rows, batch)
+        self._laps[POOL].clear()
+
+    def show(self, step: int, rows: list[int]) -> list[Shown]:
+        """Texts of sampled rows, for people."""
+        assert self._tokenizer is not None
+        batch = self._shelf(step).batch(rows, ("response_ids", "sampled_logprobs"))
+        return [
+            Shown(
+                str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
+                array("i", ids.tolist()),
+                array("f", logprobs.tolist()),
+            )
+            for ids, logprobs in zip(
+                batch.ragged("response_ids").rows(), batch.ragged("sampled_logprobs").rows(), strict=True
+            )
+        ]
+
+    def empty_pool(self) -> None:
+        """Rows that no lap will accept, such as an evaluation's."""
+        self._laps[POOL].clear()
+
+    # -- ops -------------------------------------------------------------------------------------------------------
+
+    def run(self, order: Order) -> Done:
+        """One op: bring what lies elsewhere, compute, keep what was written."""
+        shelf = self._shelf(order.step)
+        with self._located(f"{order.role}.{order.op}"):
+            for fetch in order.fetch:
+                part = self.context.peer(fetch.host).call("give", order.step, fetch.rows, fetch.columns)
+                shelf.put(fetch.rows, part)
+            return self._compute(lambda: self._op(order, shelf))
+
+    def _op(self, order: Order, shelf: Shelf) -> Done:
+        start = time.time()
+        batch = shelf.batch(order.rows, order.columns)
+        if "group" in batch:  # numbers of the lap's groups here, from 0
+            batch["group"] = batch.tensor("group").unique(return_inverse=True)[1]
+        batch["row"] = torch.tensor(order.rows, dtype=torch.int64)
+        before = dict(batch.columns)
+        lap = Lap(order.step, order.kl_coef)
+        if order.forward is not None:
+            lap.forward = order.forward.share(0, order.rows)
+        if order.update is not None:
+            lap.update = order.update.share(0, order.rows)
+        with _nvtx(self.device, f"{order.role}.{order.op}"):
+            result = getattr(getattr(self._ready, order.role), order.op)(batch, lap)
+        written = {name: column for name, column in batch.columns.items() if before.get(name) is not column}
+        shelf.put(order.rows, Batch(batch.ids, written))
+        metrics = lap.metrics | result if isinstance(result, dict) else lap.metrics
+        return Done(start, time.time(), metrics, tuple(written), lap.trained, lap.kl_per_response)
+
+    def publish(self, version: int) -> float:
+        """Rollouts sample from the actor's present weights from now on. Seconds; all hosts of both roles call it."""
+        start = time.perf_counter()
+        with self._located("publish"):
+            self._compute(lambda: self._ready.publisher.publish(version))
+        return time.perf_counter() - start
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+        """Write this host's part of a checkpoint; its files' sizes and checksums, and what of it is plain JSON."""
+        return self._compute(lambda: self._save(Path(folder)))
+
+    def _save(self, folder: Path) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+        workers = self._ready
+        parts: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
+        for name, engine in workers.engines.items():  # on every host in this order: shards are gathered
+            first = self.context.rank == self.placement.ranks(name)[0]
+            alone = len(self.placement.ranks(name)) == 1
+            shards = {n: t if alone else t.cpu() for n, t in engine.shards() if first}
+            tensors, scalars = engine.state()
+            if first:
+                parts[name], parts[f"{name}_optimizer"], facts[name] = shards, tensors, scalars
+        files = {}
+        if "actor" in parts:
+            assert workers.trained is not None
+            files["hf"] = model_files(workers.trained.lm, self._tokenizer, self.cfg.actor_model_config)
+        return write_parts(folder, parts, files), facts
+
+    def restore(self, folder: str, facts: dict[str, Any]) -> None:
+        """Continue with what ``save`` wrote, on whatever number of hosts."""
+
+        def take() -> None:
+            checkpoint = Checkpoint.open(Path(folder), checksums=False)
+            for name, engine in self._ready.engines.items():
+                engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), facts[name])
+
+        self._compute(take)
+
+    # -- the host itself -------------------------------------------------------------------------------------------
+
+    def readings(self) -> dict[str, float]:
+        """Memory and utilisation of this process and its device since the last call."""
+        return memory_readings(self.device) | self._utilisation.read()
+
+    def ping(self) -> None:
+        """Whether this host is still there."""
+
+    def close(self) -> None:
+        """End threads and scoring processes; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_loop)
+            stack.callback(self._utilisation.close)
+            if self.workers is not None:
+                stack.callback(self.workers.close)
+
+    def _end_loop(self) -> None:
+        async def cancel() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except CancelledError:
+            raise RunError("the host was closed") from None
+
+    def _compute(self, work: Callable[[], T]) -> T:
+        return self._ready.compute.submit(work).result()
+
+    @contextlib.contextmanager
+    def _located(self, label: str) -> Iterator[None]:
+        """Failures name the op and the device; what is wrong with the request keeps its kind."""
+        try:
+            yield
+        except (RequestError, LocatedError):
+            raise
+        except Exception as error:
+            text = f"{label} on {self.where}: {error or type(error).__name__}"
+            if isinstance(error, torch.OutOfMemoryError):
+                text += "\n" + memory_advice(self.cfg)
+            raise LocatedError(text) from error
+
+
+class LocatedError(RunError):
+    """A failure that says which op on which device it was."""
+
+
+async def gather(tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run side by side; the first failure cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            started = [group.create_task(task) for task in tasks]
+    except* Exception as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in started]
+
+
+@contextlib.contextmanager
+def _nvtx(device: torch.device, name: str) -> Iterator[None]:
+    """A range in a profiler's timeline."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.nvtx.range(name):
+        yield

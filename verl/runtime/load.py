@@ -1,0 +1,288 @@
+"""Turns the roles of a host into workers. The one place that knows which class stands for which role."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedTokenizerBase
+
+from verl.cluster.group import Context
+from verl.config.errors import RequestError
+from verl.config.load import check_context
+from verl.config.model import CriticConfig, FsdpConfig, ModelConfig
+from verl.config.rules import number_of_rewards
+from verl.config.run import RunConfig
+from verl.dataflow.placement import Placement
+from verl.engines.base import TrainEngine
+from verl.engines.fsdp import FsdpEngine
+from verl.engines.sharding import device_mesh
+from verl.layout import Layout
+from verl.models.factory import eos_ids, load_model, load_scorer, load_tokenizer, resolve_dtype
+from verl.models.policy import Policy
+from verl.models.scorer import Scorer
+from verl.models.value import SharedValue, Value
+from verl.rewards.base import Rewards, build_rewards
+from verl.rollout.native import NativeEngine
+from verl.runtime.publish import Publisher
+from verl.workers.actor import ActorWorker
+from verl.workers.critic import CriticWorker, ProcessRewardWorker
+from verl.workers.frozen import ReferenceWorker, TeacherWorker
+from verl.workers.offline import OfflineWorker, offline_worker
+from verl.workers.rollout import RolloutWorker
+
+MEETING = timedelta(minutes=30)  # longest wait of a collective: a rank may compute for long while others are there
+
+
+@dataclass
+class Workers:
+    """What hosts the ops of one device's roles: one worker per role, and the thread that computes for all of them."""
+
+    compute: Executor
+    publisher: Publisher
+    trained: Policy | Scorer | None = None
+    actor: ActorWorker | OfflineWorker | None = None
+    rollout: RolloutWorker | None = None
+    rewards: Rewards | None = None
+    critic: CriticWorker | None = None
+    reference: ReferenceWorker | None = None
+    teacher: TeacherWorker | None = None
+    process_reward: ProcessRewardWorker | None = None
+    world: bool = field(default=False, repr=False)  # whether torch.distributed was started for them
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Everything that is trained here, by role."""
+        roles = {"actor": self.actor, "critic": self.critic, "process_reward": self.process_reward}
+        return {role: worker.engine for role, worker in roles.items() if worker is not None}
+
+    def close(self) -> None:
+        """End scoring processes and threads; a second call does nothing."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.compute.shutdown, wait=False, cancel_futures=True)  # a second Ctrl-C waits for nothing
+            if self.rewards is not None:
+                stack.callback(self.rewards.close)
+
+
+def load(
+    cfg: RunConfig, placement: Placement, context: Context, tokenizer: PreTrainedTokenizerBase, device: torch.device,
+    laps: int,
+) -> Workers:  # fmt: skip
+    """Load the models of ``context.rank``'s roles and build their workers. All hosts call it together."""
+    recipe, actor_cfg = cfg.algorithm.recipe, cfg.actor_model_config
+    mine = {role for role, ranks in placement.roles.items() if context.rank in ranks}
+    meshes = _Meshes(cfg, placement, context, device)
+    critic_cfg = judge_cfg = None
+    if "critic" in mine:
+        critic_cfg = cfg.critic_model_config or CriticConfig()
+        if critic_cfg.shares is None:
+            critic_cfg = _with_model(critic_cfg, actor_cfg)
+    if "process_reward" in mine:  # what its section doesn't say was filled in from the actor's
+        judge_cfg = _with_model(cfg.process_reward_model_config or actor_cfg, actor_cfg)
+    for role in ("critic", "process_reward", "teacher"):
+        if role in mine:
+            key = f"{role}_model_config"
+            _check_ids(key, getattr(cfg, key), actor_cfg, tokenizer)
+    steps_per_lap = cfg.train_batch_size // cfg.mini_batch_size * cfg.algorithm.update_epochs
+
+    def engine(
+        module: Policy | Value | SharedValue | Scorer, config: ModelConfig, role: str,
+        steps: int = laps * steps_per_lap,
+    ) -> FsdpEngine:  # fmt: skip
+        if not isinstance(module, SharedValue):  # it has the policy's positions
+            model_config: Any = module.config
+            if limit := getattr(model_config.get_text_config(), "max_position_embeddings", None):
+                check_context(cfg, limit)
+        mesh, sharding = meshes.of(role), config.fsdp_config.sharding_strategy
+        return FsdpEngine(module, config.optimizer, steps, cfg.gradient_checkpointing, mesh, sharding)
+
+    # first all modules: what is copied from the actor's start must be copied while it is whole
+    trained: Policy | Scorer | None = None
+    start: Policy | None = None  # the starting policy, where something but the actor itself needs it
+    if mine & {"actor", "rollout", "reference"}:
+        dtype = resolve_dtype(actor_cfg.dtype, device)
+        with _seeded(cfg.seed):
+            if recipe.trains == "scorer":
+                trained = Scorer(load_scorer(actor_cfg, device, dtype, cfg.seed))
+            else:
+                trained = start = Policy(load_model(actor_cfg, device, dtype))
+    in_place = samples_in_place(cfg, placement)
+    together = "reference" in placement.roles and set(placement.ranks("reference")) == set(placement.ranks("actor"))
+    adapters_off = together and start is not None and start.has_adapters
+    copied: Policy | None = None  # what generates, where that isn't the actor itself
+    if "rollout" in mine and not in_place:
+        assert start is not None
+        copied = _frozen(start) if "actor" in mine else start.requires_grad_(False)
+    frozen = _frozen(start) if "reference" in mine and start is not None and not adapters_off else None
+    if "actor" not in mine:
+        trained = None
+    if adapters_off and isinstance(trained, Policy):
+        trained.keep_reference()
+    value = judge = judge_start = None
+    if critic_cfg is not None:
+        with _seeded(cfg.seed):
+            value = _value_model(critic_cfg, trained, device, cfg.seed)
+    if judge_cfg is not None:
+        with _seeded(cfg.seed):
+            judge = Policy(load_model(judge_cfg, device, resolve_dtype(judge_cfg.dtype, device)))
+        judge_start = _frozen(judge)
+
+    workers = Workers(ThreadPoolExecutor(1, "compute"), Publisher())
+    if trained is not None:
+        actor = engine(trained, actor_cfg, "actor")
+        learns_from_pairs = recipe.advantage is None
+        workers.trained = trained
+        workers.actor = offline_worker(actor, cfg) if learns_from_pairs else ActorWorker(actor, cfg)
+        if adapters_off and isinstance(trained, Policy):
+            workers.reference = ReferenceWorker(actor, cfg, adapters_of=trained)
+    if frozen is not None:
+        workers.reference = ReferenceWorker(engine(frozen, actor_cfg, "reference"), cfg)
+    if "teacher" in mine:
+        teacher_cfg = cfg.teacher_model_config
+        assert teacher_cfg is not None
+        teacher = Policy(load_model(teacher_cfg, device, resolve_dtype(teacher_cfg.dtype, device)))
+        workers.teacher = TeacherWorker(engine(teacher.requires_grad_(False), teacher_cfg, "teacher"), cfg)
+    if judge is not None and judge_start is not None and judge_cfg is not None:
+        frozen_engine = engine(judge_start, judge_cfg, "process_reward")
+        learning = engine(judge, judge_cfg, "process_reward", laps)  # a step per lap
+        workers.process_reward = ProcessRewardWorker(learning, frozen_engine, cfg)
+    if value is not None and critic_cfg is not None:
+        workers.critic = CriticWorker(engine(value, critic_cfg, "critic"), cfg)
+    if "rollout" in mine:
+        policy = copied if copied is not None else trained
+        assert isinstance(policy, Policy)
+        rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
+        workers.compute.shutdown()
+        workers.compute = rollout.thread  # who samples and who trains take turns
+        workers.rollout = RolloutWorker(rollout)
+    if recipe.samples and not in_place:
+        source = workers.actor.engine if workers.actor is not None else None
+        workers.publisher = Publisher.between(placement, context, source, copied, meshes.senders)
+    if workers.rollout is not None:
+        workers.publisher.engines.append(workers.rollout.engine)
+    if "reward_model" in mine and number_of_rewards(cfg):
+        workers.rewards = build_rewards(cfg, device)
+    if device.type == "cuda":
+        workers.compute.submit(torch.cuda.set_device, device).result()
+    return workers
+
+
+def layout_of(cfg: FsdpConfig, ranks: int) -> Layout:
+    """How a role's ranks share its work."""
+    return Layout.of(ranks, tp=cfg.tensor_parallel_size)
+
+
+def section_of(cfg: RunConfig, role: str) -> ModelConfig:
+    """The section that says how a role's model is spread."""
+    if role in ("actor", "reference", "rollout"):
+        return cfg.actor_model_config
+    section: ModelConfig | None = getattr(cfg, f"{role}_model_config", None)
+    return section if section is not None else cfg.actor_model_config
+
+
+def samples_in_place(cfg: RunConfig, placement: Placement) -> bool:
+    """Whether rollouts use the actor's own parameters: each rank of theirs holds the actor whole."""
+    if "rollout" not in placement.roles:
+        return False
+    actor, fsdp = placement.ranks("actor"), cfg.actor_model_config.fsdp_config
+    whole = len(actor) == 1 or (fsdp.sharding_strategy == "NO_SHARD" and fsdp.tensor_parallel_size == 1)
+    return whole and set(placement.ranks("rollout")) <= set(actor)
+
+
+class _Meshes:
+    """The process group of all hosts, and a mesh for every set of ranks that shares a model."""
+
+    def __init__(self, cfg: RunConfig, placement: Placement, context: Context, device: torch.device) -> None:
+        self._of: dict[str, DeviceMesh | None] = {}
+        self.senders: Any = None  # process group of the actor's first rank and the hosts that only sample
+        if context.size == 1:
+            return
+        cuda = any(d.kind == "cuda" for d in placement.devices)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, context.meet, MEETING, world_size=context.size, rank=context.rank)
+        made: dict[Any, DeviceMesh] = {}
+        for role, ranks in sorted(placement.roles.items()):
+            if len(ranks) == 1 or role in ("rollout", "reward_model"):
+                continue
+            fsdp = section_of(cfg, role).fsdp_config
+            layout = layout_of(fsdp, len(ranks))
+            hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
+            replicas = layout.dp // (fsdp.shard_size or layout.dp) if hybrid else 1
+            kind = placement.devices[ranks[0]].kind
+            key = (ranks, layout, replicas)
+            if key not in made:  # every host makes every mesh, in the same order
+                made[key] = device_mesh(layout, kind, replicas, ranks)
+            self._of[role] = made[key]
+        if cfg.algorithm.recipe.samples and not samples_in_place(cfg, placement):
+            only = [r for r in placement.ranks("rollout") if r not in placement.ranks("actor")]
+            if only:
+                self.senders = dist.new_group([placement.ranks("actor")[0], *only])
+
+    def of(self, role: str) -> DeviceMesh | None:
+        return self._of.get(role)
+
+
+def _frozen(policy: Policy) -> Policy:
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+def _check_ids(key: str, cfg: ModelConfig | None, actor_cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """``RequestError`` where the policy's token ids mean other texts to a model that reads them.
+
+    A model that has no tokenizer of its own is taken to share the policy's.
+    """
+    source = None if cfg is None else cfg.model_name_or_path
+    if cfg is None or source is None or source == actor_cfg.model_name_or_path:
+        return
+    try:
+        theirs = load_tokenizer(source, cfg.trust_remote_code)
+    except RequestError:
+        return
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise RequestError(
+            f"{key}: {source if isinstance(source, str) else type(source).__name__} has another vocabulary than the "
+            f"policy ({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} tokens), but it reads the policy's "
+            "tokens; both need the same tokenizer"
+        )
+
+
+S = TypeVar("S", bound=ModelConfig)
+
+
+def _with_model(section: S, actor_cfg: ModelConfig) -> S:
+    """The section with its model named: by default the actor's start.
+
+    A loaded module is copied here, before the actor takes it over (adapters are put into it in place).
+    """
+    source = actor_cfg.model_name_or_path if section.model_name_or_path is None else section.model_name_or_path
+    if isinstance(source, torch.nn.Module):
+        source = copy.deepcopy(source)
+    return section.model_copy(update={"model_name_or_path": source})
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """New weights (adapters) follow from ``seed``: they are drawn on the CPU. The caller's random state comes back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _value_model(
+    cfg: CriticConfig, policy: Policy | Scorer | None, device: torch.device, seed: int
+) -> Value | SharedValue:
+    """A head on the actor's backbone, or on a backbone of its own."""
+    if cfg.shares == "actor":
+        assert isinstance(policy, Policy)
+        return SharedValue(policy, seed)
+    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device)), seed)

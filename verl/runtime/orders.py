@@ -1,0 +1,118 @@
+"""What controller and hosts say to each other. Rows are numbers within their lap; tokens are never part of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl.batch import Batch
+from verl.rewards.base import Scores
+from verl.rollout.base import Sampling
+from verl.seats import Seats
+from verl.workers.lap import Mean, Most
+from verl.workers.rollout import Draw
+
+POOL = -1  # the "lap" of sampled rows that no lap has accepted yet; numbered by the controller as it asks for them
+
+
+def compact(rows: list[int]) -> Sequence[int]:
+    """The same numbers; a run of them takes no room."""
+    run = range(rows[0], rows[-1] + 1) if rows else range(0)
+    return run if len(run) == len(rows) and rows == list(run) else rows
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Columns of rows that another host holds."""
+
+    host: int
+    rows: Sequence[int]
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One op on the rows of one rank. ``forward`` and ``update`` are that rank's seats alone."""
+
+    role: str
+    op: str
+    step: int
+    kl_coef: float
+    rows: Sequence[int]
+    columns: tuple[str, ...]  # that the op may see
+    forward: Seats | None = None
+    update: Seats | None = None
+    fetch: tuple[Fetch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an op leaves for the controller. Times are the machine's clock (``time.time``)."""
+
+    start: float
+    end: float
+    metrics: dict[str, float | Mean | Most | None]
+    columns: tuple[str, ...]  # written for the order's rows
+    trained: list[bool] | None = None
+    kl_per_response: float | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """``n`` responses to each draw; row ``first + i * n + k`` of the pool is response ``k`` to draw ``i``.
+
+    Draws are told whole or, where hosts can look them up, as their numbers and rows of the training data.
+    """
+
+    draws: Sequence[Draw] | tuple[list[int], list[int]]
+    first: int
+    n: int
+    sampling: Sampling
+    feeders: int
+    score: bool  # here, while other rows are still sampled
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Facts of the rows asked for, in their order."""
+
+    lengths: list[int]  # response tokens
+    finish_reasons: list[str]
+    versions: list[int]
+    seconds: array[float]
+    logprobs: array[float]  # sum over the response's tokens, under the density they were drawn from
+    scores: Scores | None
+    generate_seconds: float
+    reward_seconds: float
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Rows of the pool become a lap's rows, under new numbers; all others of the pool go."""
+
+    step: int
+    pool: Sequence[int]
+    rows: Sequence[int]
+    scores: array[float]  # NaN: none
+    kept: list[bool]  # False: in no loss and no statistics
+    greedy: list[float] | None = None  # of the prompt's greedy answer
+    parts: list[dict[str, float | None]] | None = None  # each reward by itself
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sampled row for people."""
+
+    text: str
+    ids: array[int]
+    logprobs: array[float]
+
+
+@dataclass
+class Put:
+    """Rows of the data set, for a lap that trains on them as they are."""
+
+    step: int
+    rows: Sequence[int]
+    batch: Batch = field(repr=False)

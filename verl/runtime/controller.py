@@ -342,14 +342,19 @@ class Controller:
         self.source.restore(state)
         self.kl.restore(state["kl"])
 
-    async def save(self, folder: str) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
-        """Every host's part of a checkpoint: entries of its manifest, and what of the optimizers is plain JSON."""
-        entries: dict[str, dict[str, int]] = {}
+    async def snapshot(self, copy: bool) -> dict[str, Any]:
+        """Every host notes its part of a checkpoint; what of the optimizers is plain JSON."""
         facts: dict[str, Any] = {}
-        for written, scalars in (await self.crew.everywhere("save", folder)).values():
-            entries |= written
+        for scalars in (await self.crew.everywhere("snapshot", copy)).values():
             facts |= scalars
-        return entries, facts
+        return facts
+
+    async def write(self, folder: str) -> dict[str, dict[str, int]]:
+        """Every host writes what it noted; the entries of the checkpoint's manifest."""
+        entries: dict[str, dict[str, int]] = {}
+        for written in (await self.crew.everywhere("write", folder)).values():
+            entries |= written
+        return entries
 
     async def take_back(self, folder: str, facts: dict[str, Any]) -> None:
         """The hosts continue from a checkpoint; ``restore`` comes first."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.batch import Batch, Ragged
 from verl.checkpoint.export import model_files
 from verl.checkpoint.parts import write_parts
+from verl.checkpoint.snapshot import snapshot
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.group import Context
 from verl.cluster.shelf import Shelf
@@ -63,6 +64,7 @@ class Host:
         self.where = str(self.device) if context.size == 1 else f"{self.device} (worker {context.rank})"
         self.workers: Workers | None = None
         self._laps: dict[int, Shelf] = {POOL: Shelf()}
+        self._unwritten: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # a checkpoint's parts and files
         self._utilisation = UtilisationMeter(self.device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-host", daemon=True)
@@ -289,11 +291,12 @@ class Host:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
-        """Write this host's part of a checkpoint; its files' sizes and checksums, and what of it is plain JSON."""
-        return self._compute(lambda: self._save(Path(folder)))
+    def snapshot(self, copy: bool) -> dict[str, Any]:
+        """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes
+        on before it is written."""
+        return self._compute(lambda: self._snapshot(copy))
 
-    def _save(self, folder: Path) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+    def _snapshot(self, copy: bool) -> dict[str, Any]:
         workers = self._ready
         parts: dict[str, Any] = {}
         facts: dict[str, Any] = {}
@@ -302,13 +305,21 @@ class Host:
             alone = len(self.placement.ranks(name)) == 1
             shards = {n: t if alone else t.cpu() for n, t in engine.shards() if first}
             tensors, scalars = engine.state()
+            if copy and alone:  # what was gathered is a copy already
+                shards, tensors = snapshot(shards), snapshot(tensors)
             if first:
                 parts[name], parts[f"{name}_optimizer"], facts[name] = shards, tensors, scalars
         files = {}
         if "actor" in parts:
             assert workers.trained is not None
             files["hf"] = model_files(workers.trained.lm, self._tokenizer, self.cfg.actor_model_config)
-        return write_parts(folder, parts, files), facts
+        self._unwritten = parts, files
+        return facts
+
+    def write(self, folder: str) -> dict[str, dict[str, int]]:
+        """Write this host's part of a checkpoint; its files' sizes and checksums."""
+        (parts, files), self._unwritten = self._unwritten, ({}, {})
+        return write_parts(Path(folder), parts, files)
 
     def restore(self, folder: str, facts: dict[str, Any]) -> None:
         """Continue with what ``save`` wrote, on whatever number of hosts."""

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,8 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
+        self._saving: asyncio.Task[None] | None = None
+        self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None  # the latest one
@@ -234,14 +236,23 @@ class Run:
             self._closing.append(functools.partial(_end, self._loop))
         return self._loop.run_until_complete(work)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """``work`` beside the laps; it goes on while one of them is waited for."""
+
+        async def start() -> asyncio.Task[None]:
+            return asyncio.ensure_future(work)
+
+        return self._await(start())
+
     def step(self) -> LapResult:
         """One lap: rollout, reward, update; recorded, and saved when due."""
         assert self.recorder is not None
+        if self._saving is not None and self._saving.done():
+            self._end_save()
         step = self.controller.step + 1
         every = self.cfg.eval.every_steps
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
-        every = self.cfg.checkpoint.every_steps
-        saves = bool(every and step % every == 0) and step < self.total_steps
+        saves = self._save_due(step) and step < self.total_steps
         more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
         result: LapResult = self._await(self.controller.lap(more=more))
         result.metrics |= self._await(self.controller.readings())
@@ -253,8 +264,13 @@ class Run:
         if result.collected is not None:
             self.recorder.samples(step, _samples(result.collected))
         if saves:
-            self.save()
+            self._save(beside=self.cfg.checkpoint.beside_training)
         return result
+
+    def _save_due(self, step: int) -> bool:
+        every, minutes = self.cfg.checkpoint.every_steps, self.cfg.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return late or bool(every and step % every == 0)
 
     def _explain(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """At DEBUG: whether trainer and sampler agree, and where the step's time went."""
@@ -294,6 +310,7 @@ class Run:
         while self.controller.step < self.total_steps and self._stop is None:
             last = self.step().metrics
         self._more = False
+        self._end_save()
         if self.controller.step > 0 and self.store.latest() != self.controller.step:
             self.save()
         return last
@@ -353,26 +370,48 @@ class Run:
 
     def save(self) -> Path:
         """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state."""
+        self._save(beside=False)
+        return self.store.folder(self.controller.step)
+
+    def _save(self, *, beside: bool) -> None:
+        """``beside``: it is written while training goes on, from copies."""
+        self._end_save()
         start, step = time.perf_counter(), self.controller.step
         folder = self.store.begin(step)
+        optimizers = self._await(self.controller.snapshot(beside))
+        state = {
+            "controller": self.controller.state(),
+            "optimizers": optimizers,
+            "fingerprint": self.feed.fingerprint,
+            "before": None if self.before is None else dataclasses.asdict(self.before),
+        }
+        parts = {"rng": rng_state(), "state": state}
+        self._saving = self._spawn(self._write(step, folder, parts, start, time.perf_counter()))
+        self._saved_at = time.monotonic()
+        if not beside:
+            self._end_save()
+
+    async def _write(self, step: int, folder: Path, parts: dict[str, Any], start: float, noted: float) -> None:
         try:
-            entries, optimizers = self._await(self.controller.save(str(folder)))
-            state = {
-                "controller": self.controller.state(),
-                "optimizers": optimizers,
-                "fingerprint": self.feed.fingerprint,
-                "before": None if self.before is None else dataclasses.asdict(self.before),
-            }
-            entries |= write_parts(folder, {"rng": rng_state(), "state": state})
-            path = self.store.commit(step, entries)
+            entries = await self.controller.write(str(folder))
+            entries |= await asyncio.to_thread(write_parts, folder, parts)
+            path = await asyncio.to_thread(self.store.commit, step, entries)
         except RunError as error:
             self.store.abandon(step)
             raise type(error)(f"{error}. {self.store.standing()}") from error
-        except BaseException:
+        except Exception:
             self.store.abandon(step)
             raise
-        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
-        return path
+        whole, held = time.perf_counter() - start, noted - start
+        self.say(
+            f"saved {path} in {whole:.1f} s" + (f", training stood {held:.1f} s of it" if whole > held + 1 else "")
+        )
+
+    def _end_save(self) -> None:
+        """Wait for a save that still writes; raises what went wrong with it."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            self._await(saving)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.json("state")
@@ -392,7 +431,7 @@ class Run:
         """Let go of threads, processes, files and the screen; a second call does nothing."""
         while self._closing:
             self._closing.pop()()
-        self._loop = None
+        self._loop = self._saving = None
 
     def __enter__(self) -> Run:
         return self

@@ -1,0 +1,86 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.checkpoint import parts
+from verl.config.errors import RunError
+from verl.runtime import host
+from verl.trainer.base import Run
+
+EVERY = {"every_steps": 1, "keep": 4}
+
+
+def weights(run):
+    return {name: tensor.detach().clone() for name, tensor in run.controller.workers.actor.engine.shards()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_laps_go_on_beside_a_save_and_it_holds_the_weights_of_its_step(config, monkeypatch):
+    go, late = threading.Event(), []
+
+    def slow(folder, *given, **options):
+        assert go.wait(60)
+        late.append(run.controller.step)
+        return parts.write_parts(folder, *given, **options)
+
+    monkeypatch.setattr(host, "write_parts", slow)
+    with Run(config(total_steps=3, checkpoint=EVERY), console=False) as run:
+        run.prepare()
+        run.step()
+        first = weights(run)
+        assert run.store.latest() is None
+        lap = run._await(run.controller.lap())  # the save of step 1 waits; training doesn't
+        assert lap.metrics["policy/optimizer_steps"] == 1 and not same(first, weights(run))
+        assert run.store.latest() is None
+        go.set()
+        run.train()
+        assert run.store.steps() == [1, 3] and late[0] == 2
+        assert same(run.store.load(1).tensors("actor"), first)
+        assert same(run.store.load(3).tensors("actor"), weights(run))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_save_that_fails_ends_the_run_and_names_what_stands(beside, config, monkeypatch):
+    def fail(folder, *given, **options):
+        if folder.name.startswith(".step_2"):
+            raise RunError(f"can't write checkpoint {folder}: No space left on device")
+        return parts.write_parts(folder, *given, **options)
+
+    monkeypatch.setattr(host, "write_parts", fail)
+    cfg = config(total_steps=4, checkpoint=EVERY | {"beside_training": beside})
+    with Run(cfg, console=False) as run:
+        run.prepare()
+        with pytest.raises(RunError, match=r"No space left on device. The last complete one is .*step_1"):
+            run.train()
+    assert run.store.latest() == 1 and not list(Path(cfg.run_dir).glob("checkpoints/.step_*"))
+
+
+def test_a_checkpoint_written_beside_training_resumes_to_the_bit(config):
+    cfg = config(total_steps=4, checkpoint={"every_steps": 2})
+    with Run(cfg, console=False) as run:
+        run.prepare()
+        run.train()
+        straight = weights(run)
+    with Run(config(total_steps=4, run_dir=f"{cfg.run_dir}-again"), console=False) as again:
+        again.prepare(run.store.load(2))
+        again.train()
+        assert same(weights(again), straight)
+
+
+def test_a_save_is_due_after_minutes(config):
+    with Run(config(total_steps=3, checkpoint={"every_steps": 0, "every_minutes": 5}), console=False) as run:
+        run.prepare()
+        run.step()
+        run._saved_at -= 301
+        run.step()
+        run.train()
+        assert run.store.steps() == [2, 3]

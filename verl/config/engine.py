@@ -30,7 +30,7 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(50, ge=0, description="laps between checkpoints; 0: only at the end and on a signal")
     every_minutes: float | None = Field(
-        None, gt=0, examples=[15.0, 60.0], description="and after the first lap that ends so long after the last save"
+        None, gt=0, examples=[15.0, 60.0], description="and after a lap that starts so long after the last save"
     )
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
     beside_training: bool = Field(

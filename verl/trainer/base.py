@@ -403,9 +403,8 @@ class Run:
             self.store.abandon(step)
             raise
         whole, held = time.perf_counter() - start, noted - start
-        self.say(
-            f"saved {path} in {whole:.1f} s" + (f", training stood {held:.1f} s of it" if whole > held + 1 else "")
-        )
+        waited = f", training waited {held:.1f} s of it" if whole > held + 1 else ""
+        self.say(f"saved {path} in {whole:.1f} s{waited}")
 
     def _end_save(self) -> None:
         """Wait for a save that still writes; raises what went wrong with it."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tiny import f_bpe, f_llama, save
 from verl.config.load import load_config
+from verl.trainer.base import Run
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
@@ -31,6 +34,35 @@ def test_each_stage_starts_from_what_the_one_before_exports():
     assert exported[sft.run_dir] == ppo.actor_model_config.model_name_or_path
     assert exported[reward.run_dir] == ppo.reward_model_config.model_name_or_path
     assert ppo.reward_weights == [0.0, 1.0]  # the sum is reported, the reward model trains
+
+
+def test_runs_share_a_reward_server(tmp_path):
+    """Two runs are scored by one process, just as by the same rewards of their own."""
+    model = save(tmp_path / "model", f_llama(), f_bpe(template="bos"))
+    (tmp_path / "rewards.yaml").write_text("reward_fn: [{name: regex, pattern: a|b}]\n")
+    command = [sys.executable, str(ROOT / "examples" / "reward_server.py"), str(tmp_path / "rewards.yaml")]
+    server = subprocess.Popen([*command, "--port", "0", "--device", "cpu"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        means = []
+        served, own = {"name": "http", "url": url}, {"name": "regex", "pattern": "a|b"}
+        for reward in (served, served, own):
+            cfg = load_config(
+                None,
+                actor_model_config={"model_name_or_path": model, "dtype": "fp32"},
+                dataset=[{"prompt": p} for p in ("xa", "xb", "xc", "ab")],
+                algorithm={"name": "grpo"}, group_size=4, rollout_batch_size=16, max_prompt_length=16,
+                max_response_length=6, total_steps=1, reward_fn=[reward], metrics={"tensorboard": False},
+                run_dir=str(tmp_path / f"run{len(means)}"),
+            )  # fmt: skip
+            with Run(cfg, console=False) as run:
+                run.prepare()
+                means.append(run.step().metrics["reward/mean"])
+        assert means[0] == means[1] == means[2] and 0 < means[0] < 1
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_flow_of_one_s_own_runs(tmp_path, monkeypatch, capsys):

@@ -49,7 +49,7 @@ def test_together(check: Callable[..., None]) -> None:
     check(processes)
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def gone(pid: int, within: float = 20.0) -> bool:
     """Whether the process ends in time. One that isn't our child is reaped by another."""
     end = time.monotonic() + within
     while alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -207,10 +207,12 @@ class Dying(Worker):
     def exit(self, status: int) -> None:
         os._exit(status)
 
-    def exit_with_a_child_left(self, path: str) -> None:
-        """The child has all that was open here, the sockets too."""
+    def exit_with_a_child_left(self, path: str, apart: bool) -> None:
+        """The child has all that was open here, the sockets too; ``apart``: and a session of its own."""
         child = os.fork()
         if child == 0:
+            if apart:
+                os.setsid()
             time.sleep(30)
         Path(path).write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -228,7 +230,7 @@ def check_loss(group: Processes, how: str, *call: Any) -> None:
     for rank in 0, 1:
         with pytest.raises(WorkerLost, match=rf"(?m)^worker 1 \(role1 .*\) {how}; its log: .*worker_1.log$"):
             asyncio.run(group.call(rank, *call))
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10
 
 
 def test_the_exit_status_of_a_lost_worker(tmp_path: Path) -> None:
@@ -236,11 +238,12 @@ def test_the_exit_status_of_a_lost_worker(tmp_path: Path) -> None:
         check_loss(group, "ended with exit status 4", "relay", 1, "exit", 4)
 
 
-def test_the_signal_that_killed_a_worker_also_where_a_child_of_it_lives_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_signal_that_killed_a_worker_also_where_a_child_of_it_lives_on(apart: bool, tmp_path: Path) -> None:
     """Which is then killed."""
     with closing(processes(Dying, n=2, logs=tmp_path)) as group:
         how = r"was killed by signal 9 \(SIGKILL\), which the system does when memory runs out"
-        check_loss(group, how, "relay", 1, "exit_with_a_child_left", str(tmp_path / "child"))
+        check_loss(group, how, "relay", 1, "exit_with_a_child_left", str(tmp_path / "child"), apart)
         assert gone(int((tmp_path / "child").read_text()))
 
 
@@ -251,15 +254,15 @@ def test_a_silent_worker_is_lost(way: str) -> None:
             os.kill(group.places[1].pid, signal.SIGSTOP)
         return await outcomes(group, (0, "hold"), (1, "spin"), (0, "relay", 1, "hold"))
 
-    with closing(processes(Dying, n=2, heartbeat=1.0)) as group:
-        asyncio.run(asyncio.sleep(1.5))  # heartbeats keep it alive
+    with closing(processes(Dying, n=2, heartbeat=2.0)) as group:
+        asyncio.run(asyncio.sleep(2.5))  # heartbeats keep it alive
         assert asyncio.run(group.call(1, "echo", 1)) == (1,)
         begin = time.monotonic()
         for error in asyncio.run(silence()):
-            assert isinstance(error, WorkerLost) and f"{group.places[1]} has not answered for 1 s" in str(error)
-        assert 0.5 < time.monotonic() - begin < 3
+            assert isinstance(error, WorkerLost) and f"{group.places[1]} has not answered for 2 s" in str(error)
+        assert 1 < time.monotonic() - begin < 20
         begin = time.monotonic()
-    assert time.monotonic() - begin < 2  # nobody waits for it at the end
+    assert time.monotonic() - begin < 10  # nobody waits for it at the end
     assert not any(alive(place.pid) for place in group.places)
 
 
@@ -368,7 +371,7 @@ def test_the_death_of_the_nursery_ends_all(tmp_path: Path, monkeypatch: pytest.M
         for error in asyncio.run(kill()):
             assert isinstance(error, WorkerLost)
             assert str(error).startswith("the process that starts the workers was killed by signal 9 (SIGKILL)")
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         assert all(gone(place.pid) for place in group.places)
 
 
@@ -377,7 +380,7 @@ def test_the_death_of_the_nursery_before_there_are_workers(tmp_path: Path, monke
     with pytest.raises(WorkerLost, match=r"that starts the workers ended with exit status 3; its log: .*worker_0.log$"):
         preloading(tmp_path, monkeypatch, "import os\nos.write(2, b'last words')\nos._exit(3)")
     assert (tmp_path / "logs" / "worker_0.log").read_text() == "last words"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
 
 
 def test_interrupts_pass_the_nursery_by() -> None:
@@ -444,7 +447,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(group.call(0, "relay", 1, "who"))
     begin = time.monotonic()
     group.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
     assert [path.name for path in tmp_path.iterdir()] == ["closed"]
     assert sorted(path.name for path in (tmp_path / "closed").iterdir()) == ["closed_0", "closed_1", "closed_2"]
@@ -459,7 +462,7 @@ def test_an_object_that_will_not_close_is_not_waited_for() -> None:
     group = processes(Stuck)
     begin = time.monotonic()
     group.close()
-    assert 2 < time.monotonic() - begin < 5
+    assert 2 < time.monotonic() - begin < 20
     assert not alive(group.places[0].pid)
 
 

@@ -18,9 +18,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
-from verl.cluster.serve import serve, stay_with
+from verl.cluster.serve import adopt, serve, stay_with
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def _command(parent: int, orders: int, preload: Sequence[str], workers: Sequence
 def nurse(parent: int, orders: int, preload: Sequence[str], workers: Sequence[tuple[Any, ...]]) -> None:
     """The nursery's whole life. ``workers``: the fields of each one's ``Ports``."""
     stay_with(parent)
+    adopt()
     for name in preload if sys.platform == "linux" else ():  # frameworks of macOS don't survive a fork
         with contextlib.suppress(Exception):  # a worker that needs it imports it, and tells what is wrong
             importlib.import_module(name)
@@ -151,6 +153,7 @@ def nurse(parent: int, orders: int, preload: Sequence[str], workers: Sequence[tu
         if pid in left:
             _kill_session(pid)
             left.remove(pid)
+            _kill_orphans(left)
             with contextlib.suppress(OSError):
                 controller.send((pid, os.waitstatus_to_exitcode(status)))
     os._exit(0)
@@ -199,6 +202,27 @@ def _obey(controller: Connection, left: set[int]) -> None:
                 _kill_session(pid)
     for pid in list(left):
         _kill_session(pid)
+
+
+def _kill_orphans(workers: set[int]) -> None:
+    """What ended workers started in sessions of its own; its parent is this process now (Linux)."""
+    while orphans := _children(os.getpid()) - workers:
+        for pid in orphans:
+            _kill_session(pid)  # a leader with all that it started
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children(parent: int) -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[1]) == parent:
+                found.add(int(stat.parent.name))
+    return found
 
 
 def _kill_session(pid: int) -> None:

@@ -24,7 +24,7 @@ from verl.cluster.link import BEAT, ERROR, RESULT, Link, Parts, dumps, loads, ou
 
 log = logging.getLogger(__name__)
 FAREWELL = 3.0  # seconds for the object's ``close()``
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ def stay_with(parent: int) -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # a handler isn't inherited by other programs, SIG_IGN is
         signal.signal(stop, lambda *_: None)
     faulthandler.enable()
+
+
+def adopt() -> None:
+    """What this process's descendants leave behind becomes its own children (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def serve(parent: int, control: int, peers: dict[int, int]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +23,7 @@ from verl.checkpoint.tensorfile import TensorFile, read_tensors
 from verl.config.errors import RequestError, RunError
 from verl.config.model import ModelConfig
 from verl.models.adapters import base_of, is_adapter_folder
-from verl.models.decoder import adapter_tensors
+from verl.models.decoder import adapted, adapter_tensors
 from verl.models.factory import eos_ids
 from verl.models.scorer import is_scorer
 
@@ -44,8 +43,8 @@ def model_files(
     from the ends of rows (``_with_pad``).
     """
     peft_config = getattr(model, "peft_config", None)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    active = model.active_adapters[0] if isinstance(model, PeftModel) else "default"
+    base = model.get_base_model() if adapted(model) else model
+    active = model.active_adapters[0] if adapted(model) else "default"
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"{type(base).__name__} is no Hugging Face model")
     if cfg is not None and cfg.use_lora and not peft_config:
@@ -170,6 +169,8 @@ def _merge(folder: Path, trust_remote_code: bool) -> None:
         base = kind.from_pretrained(base_path, **how)
     except OSError as error:
         raise RequestError(f"the adapter's base model {base_path} can't be loaded: {error}") from error
+    from peft import PeftModel
+
     model = PeftModel.from_pretrained(base, folder)
     # peft only warns about tensors without a place, and a policy that lost half its adapter answers fluently
     placed, written = set(adapter_tensors(model)), set(read_tensors(folder / _ADAPTER_WEIGHTS))

@@ -67,7 +67,7 @@ class RayGroup:
         logs: Path | None,
         address: str | None = None,
         heartbeat: float = 20.0,
-        start_timeout: float = 60.0,
+        start_timeout: float = 120.0,
     ) -> None:
         made = _sendable(factory, args)
         self.places: list[Place] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -68,7 +67,7 @@ def parallelize(module: Policy | Value | Scorer, mesh: DeviceMesh) -> list[nn.Pa
 def _styles(path: str, part: nn.Module, style: str) -> dict[str, ParallelStyle]:
     """``y = W x``, and with an adapter ``y = W x + B A x``: the adapter's matrix on the cut side is cut alike."""
     kind = ColwiseParallel if style == "colwise" else RowwiseParallel
-    if not isinstance(part, BaseTunerLayer):
+    if not hasattr(part, "base_layer"):  # peft's layers have one
         return {path: kind()}
     side = "lora_B" if style == "colwise" else "lora_A"
     adapters = dict(part.get_submodule(side).named_children())

@@ -6,23 +6,18 @@ import copy
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    set_peft_model_state_dict,
-)
-from peft.utils import load_peft_weights
 from transformers import PreTrainedModel
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
-from verl.models.decoder import adapter_tensors
+from verl.models.decoder import adapted, adapter_tensors
 from verl.models.scorer import HEAD, is_scorer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 CONFIG = "adapter_config.json"
 
@@ -45,12 +40,12 @@ def base_of(folder: str) -> str:
     return str(beside) if beside.is_dir() and not Path(named).is_dir() else named
 
 
-def with_adapter(lm: PreTrainedModel | PeftModel, cfg: ModelConfig, device: Any = None) -> PreTrainedModel | PeftModel:
+def with_adapter(lm: Any, cfg: ModelConfig, device: Any = None) -> PreTrainedModel | PeftModel:
     """``lm`` with what ``cfg`` asks for: the adapter it has or whose folder is named, a fresh one, or none.
 
     Raises ``RequestError`` for adapters that fit nowhere, contradict ``cfg``, or are of another kind than LoRA.
     """
-    if isinstance(lm, PeftModel):
+    if adapted(lm):
         return _go_on(lm, cfg)
     source = cfg.model_name_or_path
     if isinstance(source, str) and is_adapter_folder(source):
@@ -64,6 +59,8 @@ def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
     Adapters have the base's dtype (in a 4-bit base: float32) and no dropout. A scorer's head is trained whole.
     Raises ``RequestError`` when a target module doesn't exist.
     """
+    from peft import LoraConfig, get_peft_model
+
     scores = is_scorer(lm)
     lora = LoraConfig(
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
@@ -87,6 +84,8 @@ def starts_at_base(lm: PeftModel, adapter: str) -> bool:
 
 def keep_copy(lm: PeftModel, adapter: str, name: str) -> None:
     """Put a frozen copy of ``adapter`` beside it, as adapter ``name``; what is trained and active stays so."""
+    from peft import LoraConfig, set_peft_model_state_dict
+
     trained = [(p, p.requires_grad) for p in lm.parameters()]
     if name in lm.peft_config:
         lm.delete_adapter(name)
@@ -118,6 +117,9 @@ def _go_on(lm: PeftModel, cfg: ModelConfig) -> PeftModel:
 
 
 def _from_folder(lm: PreTrainedModel, folder: str, cfg: ModelConfig, device: Any) -> PeftModel:
+    from peft import PeftConfig, PeftModel
+    from peft.utils import load_peft_weights
+
     config = PeftConfig.from_pretrained(folder)
     _check(config, cfg, f"the adapter in {folder}")
     config.base_model_name_or_path = base_of(folder)
@@ -142,6 +144,8 @@ def _from_folder(lm: PreTrainedModel, folder: str, cfg: ModelConfig, device: Any
 
 def _check(adapter: PeftConfig, cfg: ModelConfig, what: str) -> None:
     """Refuse settings that contradict the adapter. A default contradicts nothing: a resolved file names them all."""
+    from peft import LoraConfig
+
     if not isinstance(adapter, LoraConfig):
         raise RequestError(
             f"{what} is of kind {adapter.peft_type}; training goes on with LoRA adapters only: merge it into its base "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -14,10 +14,18 @@ from verl.config.errors import RequestError
 from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.packing import Layout, last_hidden
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def adapted(lm: nn.Module) -> TypeGuard[PeftModel]:
+    """Whether there are peft's adapters around the model. Who has none needs no peft, whose import takes seconds."""
+    return "peft" in sys.modules and isinstance(lm, sys.modules["peft"].PeftModel)
+
 
 def base_model(lm: nn.Module) -> PreTrainedModel:
     """The Hugging Face model itself, with or without adapters around it."""
-    return lm.get_base_model() if isinstance(lm, PeftModel) else lm  # type: ignore[return-value]
+    return lm.get_base_model() if adapted(lm) else lm  # type: ignore[return-value]
 
 
 def without_dropout(module: nn.Module) -> None:
@@ -37,6 +45,8 @@ def without_dropout(module: nn.Module) -> None:
 def adapter_tensors(lm: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
     """The adapter's own tensors by the names of its file. Embeddings of the base are never among them: whether they
     should be, peft would ask the hub each time."""
+    from peft import get_peft_model_state_dict
+
     return get_peft_model_state_dict(lm, adapter_name=adapter, save_embedding_layers=False)
 
 
@@ -51,7 +61,7 @@ class Decoder(nn.Module):
         self.lm = lm
         without_dropout(lm)
         self.adapter: str | None = None
-        if isinstance(lm, PeftModel):
+        if adapted(lm):
             if len(lm.active_adapters) != 1:
                 raise RequestError(f"one adapter is trained, but {', '.join(lm.active_adapters) or 'none'} are active")
             self.adapter = lm.active_adapters[0]

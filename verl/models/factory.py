@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -23,7 +22,7 @@ from transformers import (
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
 from verl.models.adapters import base_of, is_adapter_folder, task_of, with_adapter
-from verl.models.decoder import base_model
+from verl.models.decoder import adapted, base_model
 from verl.models.packing import ATTENTION
 from verl.models.probe import probe
 from verl.models.quantize import four_bit, is_four_bit, keep_gradients, warn_of_stacks
@@ -99,7 +98,7 @@ def load_scorer(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype
     if isinstance(source, nn.Module):
         base = base_model(source)
         if not is_scorer(base):
-            if isinstance(source, PeftModel):
+            if adapted(source):
                 raise _not_merged(type(source).__name__)
             source = _on_backbone_of(base, seed)
     else:
@@ -119,6 +118,8 @@ def create_model(
     """
     model = _from_pretrained(model_name, dtype, False)
     if is_adapter_folder(model_name):
+        from peft import PeftModel
+
         model = PeftModel.from_pretrained(model, model_name).merge_and_unload()
     nn.Module.to(model, device)
     return model.eval()
@@ -159,8 +160,8 @@ def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: t
         keep_gradients(base)
         warn_of_stacks(base)
     probe(lm)
-    lm = with_adapter(lm, cfg, device)  # type: ignore[arg-type]
-    if is_four_bit(base) and not isinstance(lm, PeftModel):
+    lm = with_adapter(lm, cfg, device)
+    if is_four_bit(base) and not adapted(lm):
         lm.requires_grad_(False)  # a teacher, say; what could be trained beside 4-bit weights is not worth it
     return lm
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from verl.config.errors import RequestError
 from verl.models.adapters import keep_copy, starts_at_base
-from verl.models.decoder import Decoder, base_model, known
+from verl.models.decoder import Decoder, adapted, base_model, known
 from verl.models.logprobs import head_logits, token_logprobs
 from verl.models.packing import Packed
 
@@ -34,7 +32,7 @@ class Policy(Decoder):
         head = base.get_output_embeddings()
         if head is None:
             raise RequestError(f"{type(base).__name__} has no output head, so it can't be a policy")
-        if isinstance(head, BaseTunerLayer):
+        if hasattr(head, "base_layer"):
             raise RequestError("lora_target_modules names the output head; leave it out (all-linear does)")
         config = base.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -71,7 +69,7 @@ class Policy(Decoder):
         That is the base where the adapter is fresh, else a frozen copy of the adapter. ``RuntimeError`` without
         adapters: the reference of a policy that trains all its weights is a copy of the whole.
         """
-        if not isinstance(self.lm, PeftModel) or self.adapter is None:
+        if not adapted(self.lm) or self.adapter is None:
             raise RuntimeError("the policy has no adapters to keep")
         self._starts_at_base = starts_at_base(self.lm, self.adapter)
         if not self._starts_at_base:
@@ -80,7 +78,7 @@ class Policy(Decoder):
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """While open, the policy is the one it was at ``keep_reference``; ``RuntimeError`` where nothing was kept."""
-        if not isinstance(self.lm, PeftModel) or self.adapter is None or self._starts_at_base is None:
+        if not adapted(self.lm) or self.adapter is None or self._starts_at_base is None:
             raise RuntimeError("keep_reference must come before training")
         if self._starts_at_base:
             with self.lm.disable_adapter():

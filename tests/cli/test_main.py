@@ -92,7 +92,7 @@ def _finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def _wait_for(path: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (path.exists() and path.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)

@@ -63,7 +63,8 @@ def script(folder: Path, body: str) -> subprocess.Popen[str]:
     """A user's script without a guard around its main part; workers' calls are made by ``ask``."""
     path = folder / "script.py"
     head = """
-    import asyncio, os, sys, threading
+    import asyncio, os, signal, sys, threading
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children ignore it
     from tests.cluster.objects import worker
     from verl.cluster.group import Spec
     from verl.cluster.processes import Processes

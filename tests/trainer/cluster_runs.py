@@ -84,9 +84,9 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    """Of all trained models, from the latest checkpoint."""
-    checkpoint = CheckpointStore(folder / "checkpoints", 2).load()
+def weights(folder: Path, step: int | None = None) -> dict[str, Tensor]:
+    """Of all trained models, from the checkpoint of ``step`` (default: the latest)."""
+    checkpoint = CheckpointStore(folder / "checkpoints", 2).load(step)
     roles = [role for role in ("actor", "critic", "process_reward") if f"{role}.safetensors" in checkpoint.files]
     assert "actor" in roles
     return {f"{role}/{name}": t for role in roles for name, t in checkpoint.tensors(role).items()}
@@ -112,8 +112,8 @@ def near(a: float | None, b: float | None) -> bool:
     return a == b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def same_weights(folder: Path, other: Path) -> None:
-    mine, theirs = weights(folder), weights(other)
+def same_weights(folder: Path, other: Path, step: int | None = None) -> None:
+    mine, theirs = weights(folder, step), weights(other, step)
     assert mine.keys() == theirs.keys()
     for name in mine:
         torch.testing.assert_close(

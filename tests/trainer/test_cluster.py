@@ -258,7 +258,7 @@ def test_two_workers_train_on_a_data_set_s_rows_as_one(model, tmp_path, name):
         "metrics": {"tensorboard": False},
     }  # fmt: skip
     alone, both = (
-        runs.train(load_config(None, **keys, **more, run_dir=str(tmp_path / folder)))
+        runs.train(load_config(None, **(keys | more), run_dir=str(tmp_path / folder)))
         for folder, more in (("one", {}), ("two", SHARED))
     )
     same_numbers(both, alone)
@@ -273,28 +273,32 @@ SAMPLED = {
         "reward_fn": "tests.trainer.reward:first_low",
     },
     "online_dpo": {},
-    "prime": {},
+    "prime": {"rollout_batch_size": 4, "train_batch_size": 8},  # one prompt per rollout: a worker has none to answer
     "remax": {"group_size": 1},
+    "ppo": {"group_size": 1, "critic_model_config": {"shares": "actor"}},
 }
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_two_workers_sample_and_train_as_one(model, tmp_path, name):
-    """Each holds a whole actor and samples with its parameters."""
+    """Each holds a whole actor and samples with its parameters. PPO's is cut in two, which its critic's backbone is."""
     actor = {"model_name_or_path": model, "dtype": "fp32", "optimizer": {"lr": 1e-3}}
-    actor["fsdp_config"] = {"sharding_strategy": "NO_SHARD"}
+    spread = {"tensor_parallel_size": 2} if name == "ppo" else {"sharding_strategy": "NO_SHARD"}
     keys = {
         "actor_model_config": actor, "algorithm": {"name": name}, "dataset": runs.PROMPTS, "group_size": 4,
         "reward_fn": "tests.trainer.reward:low_ids", "rollout_batch_size": 16, "micro_batch_size": 2,
         "max_prompt_length": 16, "max_response_length": 6, "total_steps": 2, "metrics": {"tensorboard": False},
+        "checkpoint": {"every_steps": 1},
     }  # fmt: skip
     keys |= SAMPLED[name]
+    apart = SHARED | {"actor_model_config": actor | {"fsdp_config": spread}}
     alone, both = (
-        runs.train(load_config(None, **keys, **more, run_dir=str(tmp_path / folder)))
-        for folder, more in (("one", {}), ("two", SHARED))
+        runs.train(load_config(None, **(keys | more | {"run_dir": str(tmp_path / folder)})))
+        for folder, more in (("one", {}), ("two", apart))
     )
     same_numbers(both, alone)
     same_weights(both, alone)
+    same_weights(both, alone, step=1)  # written while the second lap changed them
     if name == "grpo":
         assert any(line["rollout/refills"] for line in lines(both))
     if name == "remax":

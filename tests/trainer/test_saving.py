@@ -35,6 +35,7 @@ def test_laps_go_on_beside_a_save_and_it_holds_the_weights_of_its_step(config, m
     monkeypatch.setattr(host, "write_parts", slow)
     with Run(config(total_steps=3, checkpoint=EVERY), console=False) as run:
         run.prepare()
+        run._more = True  # as within train
         run.step()
         first = weights(run)
         assert run.store.latest() is None
@@ -84,3 +85,36 @@ def test_a_save_is_due_after_minutes(config):
         run.step()
         run.train()
         assert run.store.steps() == [2, 3]
+
+
+def test_a_save_is_whole_where_a_run_goes_step_by_step(config):
+    """Between two steps of a user's own loop nothing is written any more, and the last one loses nothing."""
+    with Run(config(total_steps=4, checkpoint=EVERY), console=False) as run:
+        run.prepare()
+        for step in 1, 2:
+            run.step()
+            assert run.store.latest() == step
+        held = weights(run)
+    assert same(run.store.load(2).tensors("actor"), held)
+
+
+def test_a_failing_lap_does_not_cost_the_save_before_it(config, monkeypatch):
+    def slow(folder, *given, **options):
+        assert failed.wait(60)
+        return parts.write_parts(folder, *given, **options)
+
+    failed, failing = threading.Event(), Run._explain
+
+    def fail(self, step, metrics):
+        if step == 2:
+            failed.set()
+            raise RunError("broke")
+        failing(self, step, metrics)
+
+    monkeypatch.setattr(host, "write_parts", slow)
+    monkeypatch.setattr(Run, "_explain", fail)
+    with Run(config(total_steps=4, checkpoint={"every_steps": 1}), console=False) as run:
+        run.prepare()
+        with pytest.raises(RunError, match="broke"):
+            run.train()
+    assert run.store.latest() == 1

@@ -142,7 +142,7 @@ class RayGroup:
     def _place(self, specs: Sequence[Spec], limit: float) -> int:
         """Reserve the devices of all, then start a process on each. Returns a free port of the first one's machine."""
         end = time.monotonic() + limit
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeName"])
         allowed = may_host(specs, nodes)
         gpus = [int(on_gpu(spec)) for spec in specs]
         self._bundles = placement_group(

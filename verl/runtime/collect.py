@@ -240,10 +240,10 @@ class Sampler:
             scores, seconds = told.scores, told.reward_seconds
             if scores is None and scorers:
                 scorer = scorers[i % len(scorers)]
-                begin = time.perf_counter()
                 async with self.crew.hold([scorer]):
+                    begin = time.perf_counter()
                     scores = await self.crew.one(scorer, "reward.score", self._step, "score", list(places), rank)
-                seconds = time.perf_counter() - begin
+                    seconds = time.perf_counter() - begin
             samples = [(draw, k) for draw in mine for k in range(n)]
             rows = [
                 Fact(draw, k, rank, *facts)

@@ -7,7 +7,6 @@ sample. The first failure ends the lap and says where it happened.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -16,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algorithms.kl import KLController
+from verl.config.errors import RunError
 from verl.config.run import RunConfig
 from verl.data.examples import Example, ExampleFeed
+from verl.data.live import LiveFeed
 from verl.data.loader import PromptFeed
 from verl.dataflow.graph import Plan
 from verl.dataflow.nodes import Op, Rollout
 from verl.runtime.collect import Collected, Lot, Reader, Sampler
-from verl.runtime.crew import ROLES, Crew, Span, located
+from verl.runtime.crew import ROLES, Crew, Span, located, retrieved
 from verl.runtime.host import gather
 from verl.runtime.load import Workers, layout_of, section_of
 from verl.runtime.orders import Done, Fetch, Order, compact
@@ -73,6 +74,7 @@ class Controller:
             self.source = Reader(cfg, crew, given)
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
         self.step = 0
+        self._failed = ""  # the step that began and hasn't ended well
         self._ahead: asyncio.Task[Lot] | None = None  # the next lap's rows, sampled while this one ends
         self._before_ahead: dict[str, Any] = {}  # the source's state without them
 
@@ -89,8 +91,11 @@ class Controller:
         ``more``: another lap follows at once. Its rows are then collected as soon as the actor is published, while a
         critic on devices of its own still updates.
         """
+        if self._failed and not self.crew.alone:
+            raise RunError(f"{self._failed} failed, and workers may still wait for each other: resume the run")
         start = time.perf_counter()
         step = self.step + 1
+        self._failed = f"step {step}"
         lot = await self._collect(step)
         walk = Walk(step, self.kl.coef, lot, metrics=dict(lot.metrics))
         *stages, last = [stage for stage in self.plan.stages if stage.kind == "run"]
@@ -99,6 +104,8 @@ class Controller:
             await self._release(walk, stage.ops)
         sampled = isinstance(self.source, Sampler)
         others = {ROLES.get(op.node.kind, op.node.kind) for op in last.ops} - {"actor"}
+        apart = bool(others) and all(self.crew.placement.disjoint("rollout", role) for role in others)
+        ahead = more and apart and not isinstance(self.feed, LiveFeed)  # what comes in meanwhile is for the next lap
         published = 0.0
 
         async def update(op: Op) -> None:
@@ -106,9 +113,10 @@ class Controller:
             await self._run(op, walk)
             if op.node.kind == "actor" and sampled:
                 published = await self._publish(step)
-                if more and others and all(self.crew.placement.disjoint("rollout", role) for role in others):
+                if ahead:
                     self._before_ahead = self.source.state()
                     self._ahead = asyncio.create_task(self._sample(step + 1))
+                    self._ahead.add_done_callback(retrieved)
 
         try:
             await gather([update(op) for op in last.ops])
@@ -122,7 +130,7 @@ class Controller:
             with located(step, "kl"):
                 self.kl.update(walk.kl_per_response, len(lot))
         end = time.perf_counter()
-        self.step = step
+        self.step, self._failed = step, ""
         metrics = walk.metrics | self._times(lot.collected, walk.seconds)
         if sampled:
             metrics |= {"time/publish": published, "kl/coef": walk.kl_coef, "kl/mean": walk.metrics.get("kl/mean")}
@@ -351,9 +359,13 @@ class Controller:
 
     async def write(self, folder: str) -> dict[str, dict[str, int]]:
         """Every host writes what it noted; the entries of the checkpoint's manifest."""
+        writing = [self.crew.each("write", {rank: (folder,)}) for rank in self.crew.ranks]
         entries: dict[str, dict[str, int]] = {}
-        for written in (await self.crew.everywhere("write", folder)).values():
-            entries |= written
+        for written in await asyncio.gather(*writing, return_exceptions=True):  # nobody writes on behind a failure
+            if isinstance(written, BaseException):
+                raise written
+            for part in written.values():
+                entries |= part
         return entries
 
     async def take_back(self, folder: str, facts: dict[str, Any]) -> None:
@@ -361,7 +373,3 @@ class Controller:
         await self.crew.everywhere("restore", folder, facts)
         if isinstance(self.source, Sampler):
             await self._publish(self.step)
-
-    async def close(self) -> None:
-        with contextlib.suppress(Exception):
-            await self._give_up_ahead()

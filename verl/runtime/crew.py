@@ -82,9 +82,7 @@ class Crew:
         """
         try:
             found = await gather([self.group.call(rank, method, *args) for rank, args in calls.items()])
-        except WorkerLost:
-            raise
-        except RequestError:
+        except (WorkerLost, RequestError):
             raise
         except Exception:
             if not self.alone:
@@ -127,6 +125,12 @@ class Crew:
         with self._timeline.open("r+b") as file:  # complete JSON at every moment
             size = file.seek(-2, 2)
             file.write(((",\n" if size > 1 else "\n") + json.dumps(event) + "\n]").encode())
+
+
+def retrieved(task: asyncio.Task[Any]) -> None:
+    """A failure that nobody waits for any more is no news."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.contextmanager

@@ -215,6 +215,9 @@ class Host:
 
     def accept(self, accept: Accept) -> None:
         """Rows of the pool enter a lap; the rest of the pool goes. A row without a score leaves loss and statistics."""
+        if not accept.pool:
+            self._laps[POOL].clear()
+            return
         pool = self._laps[POOL].batch(accept.pool, SAMPLED)
         draws: Any = pool["draw"]
         responses = pool.ragged("response_ids")
@@ -305,7 +308,7 @@ class Host:
             alone = len(self.placement.ranks(name)) == 1
             shards = {n: t if alone else t.cpu() for n, t in engine.shards() if first}
             tensors, scalars = engine.state()
-            if copy and alone:  # what was gathered is a copy already
+            if copy:
                 shards, tensors = snapshot(shards), snapshot(tensors)
             if first:
                 parts[name], parts[f"{name}_optimizer"], facts[name] = shards, tensors, scalars

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,7 +56,6 @@ class Workers:
     reference: ReferenceWorker | None = None
     teacher: TeacherWorker | None = None
     process_reward: ProcessRewardWorker | None = None
-    world: bool = field(default=False, repr=False)  # whether torch.distributed was started for them
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
@@ -182,7 +181,8 @@ def layout_of(cfg: FsdpConfig, ranks: int) -> Layout:
 
 def section_of(cfg: RunConfig, role: str) -> ModelConfig:
     """The section that says how a role's model is spread."""
-    if role in ("actor", "reference", "rollout"):
+    shared = cfg.critic_model_config is not None and cfg.critic_model_config.shares is not None
+    if role in ("actor", "reference", "rollout") or (role == "critic" and shared):
         return cfg.actor_model_config
     section: ModelConfig | None = getattr(cfg, f"{role}_model_config", None)
     return section if section is not None else cfg.actor_model_config

@@ -29,7 +29,8 @@ class Publisher:
     ) -> Publisher:
         """``source``: the actor's engine where it is here; ``copy``: what samples here, if something does;
         ``senders``: the process group of the actor's first rank and the hosts that only sample."""
-        return _Copier(placement.ranks("actor")[0], context.rank, source, copy, senders)
+        kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
+        return _Copier(placement.ranks("actor")[0], context.rank, source, copy, senders, by_cpu=len(kinds) > 1)
 
     def publish(self, version: int) -> None:
         self._move()
@@ -43,9 +44,12 @@ class Publisher:
 class _Copier(Publisher):
     """Whole tensors, one at a time: gathered over the actor's ranks, and sent by the first to those without."""
 
-    def __init__(self, first: int, rank: int, source: TrainEngine | None, copy: Policy | None, senders: Any) -> None:
+    def __init__(
+        self, first: int, rank: int, source: TrainEngine | None, copy: Policy | None, senders: Any, by_cpu: bool
+    ) -> None:
         super().__init__()
         self.first, self.rank, self.source, self.copy, self.senders = first, rank, source, copy, senders
+        self.by_cpu = by_cpu  # the way from one kind of device to another
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -70,10 +74,10 @@ class _Copier(Publisher):
         if self.source is not None:
             for name, tensor in self.source.shards():
                 if self.senders is not None and self.rank == self.first:
-                    dist.broadcast(tensor.contiguous(), self.first, self.senders)
+                    dist.broadcast((tensor.cpu() if self.by_cpu else tensor).contiguous(), self.first, self.senders)
                 yield name, tensor
             return
         for name, tensor in into.items():
-            buffer = torch.empty_like(tensor).contiguous()
+            buffer = torch.empty_like(tensor, device="cpu" if self.by_cpu else None).contiguous()
             dist.broadcast(buffer, self.first, self.senders)
             yield name, buffer

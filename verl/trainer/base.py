@@ -49,6 +49,7 @@ from verl.metrics.sinks import (
 from verl.models.factory import load_tokenizer
 from verl.runtime.collect import SHOWN, Collected, Sampler
 from verl.runtime.controller import Controller, LapResult
+from verl.runtime.crew import retrieved
 from verl.runtime.data import source_options, training_prompts
 from verl.runtime.launch import launch, placement_of
 from verl.runtime.orders import Shown
@@ -240,7 +241,9 @@ class Run:
         """``work`` beside the laps; it goes on while one of them is waited for."""
 
         async def start() -> asyncio.Task[None]:
-            return asyncio.ensure_future(work)
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(retrieved)
+            return task
 
         return self._await(start())
 
@@ -264,7 +267,7 @@ class Run:
         if result.collected is not None:
             self.recorder.samples(step, _samples(result.collected))
         if saves:
-            self._save(beside=self.cfg.checkpoint.beside_training)
+            self._save(beside=self.cfg.checkpoint.beside_training and self._more)
         return result
 
     def _save_due(self, step: int) -> bool:
@@ -293,9 +296,12 @@ class Run:
                 try:
                     last = self._train() or last
                     break
-                except WorkerLost as error:
+                except Exception as error:
+                    with contextlib.suppress(Exception):  # a save that was begun is no less good for it
+                        self._end_save()
                     restarts += 1
-                    if restarts > self.cfg.cluster.max_restarts or self._stop is not None:
+                    lost = isinstance(error, WorkerLost)
+                    if not lost or restarts > self.cfg.cluster.max_restarts or self._stop is not None:
                         raise
                     self._restart(f"restart {restarts} of at most {self.cfg.cluster.max_restarts}: {error}")
         stopped = self._stop if self.controller.step < self.total_steps else None

@@ -211,17 +211,21 @@ def test_a_flow_takes_loaded_modules(model_name, tmp_path):
     assert not torch.equal(before, policy.lm_head.weight)
 
 
-def test_ppo_first_form_loads_nothing_and_refuses_what_one_device_can_not_do():
+def test_ppo_first_form_loads_nothing_and_says_what_is_missing(model_name):
     from verl.trainer.ppo import PPOTrainer
 
-    trainer = PPOTrainer(
-        policy_model="llama_7b",
-        value_model="value_head",
-        optimizer="adamw",
-        parallel_config={"fsdp": True, "tensor_parallel_size": 2},
-    )
-    with pytest.raises(RequestError, match="tensor_parallel_size 2 needs 2 devices"):
-        trainer.step()
+    parallel = {"fsdp": True, "tensor_parallel_size": 2}
+    form = {"value_model": "value_head", "optimizer": "adamw", "parallel_config": parallel}
+    with pytest.raises(RequestError, match="PPOTrainer has no data set"):
+        PPOTrainer(policy_model="llama_7b", **form).step()
+    whole = {"dataset": ["xa", "xb", "xc", "ab"], "reward_fn": "tests.trainer.reward:low_ids"}
+    cfg = PPOTrainer(policy_model=model_name, **form, **whole).config
+    assert cfg.actor_model_config.fsdp_config.tensor_parallel_size == 2
+    if not torch.cuda.is_available():
+        assert cfg.device_map == {"actor": ["cpu:0", "cpu:1"]}
+        with PPOTrainer(policy_model=model_name, **form, **whole, rollout_batch_size=4, **SHORT) as trainer:
+            assert trainer.step()["policy/grad_norm"] > 0
+            assert len(trainer.run.controller.crew.ranks) == 2
 
 
 def test_ppo_on_preference_pairs_fits_a_reward_head_first(model_name, pairs_file, caplog):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl.config.errors import RequestError
 from verl.config.load import load_config
 from verl.config.run import RunConfig
@@ -15,7 +17,7 @@ from verl.data.loader import PreferenceDataset
 from verl.rewards.pairwise import fit_reward_head
 from verl.runtime.launch import first_device
 from verl.trainer.base import holds_run
-from verl.trainer.rl import RLTrainer
+from verl.trainer.rl import RLTrainer, keys_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class PPOTrainer(RLTrainer):
 
     ``value_model``: a model of its own, or ``"value_head"`` (default) for a head on the policy's backbone.
     ``batch_size``: rows of one lap (``train_batch_size``). ``optimizer``: a name or a factory
-    ``factory(parameters, lr=lr)``. ``parallel_config``: ``{"fsdp": True, "tensor_parallel_size": 1}``.
+    ``factory(parameters, lr=lr)``. ``parallel_config``: ``{"fsdp": True, "tensor_parallel_size": 2}`` spreads both
+    models over all GPUs (without one: over so many CPU workers); ``device_map=`` names others.
     With a ``PreferenceDataset`` and no reward, a pairwise reward head is fitted on the pairs first.
     Other keywords are keys of the configuration (docs/configuration.md).
     """
@@ -52,12 +55,6 @@ class PPOTrainer(RLTrainer):
     def _values(self) -> dict[str, Any]:
         if unknown := self._parallel.keys() - set(PARALLEL):
             raise RequestError(f"parallel_config: unknown {sorted(unknown)}; it has {', '.join(PARALLEL)}")
-        width = self._parallel.get("tensor_parallel_size", 1)
-        if width != 1:
-            raise RequestError(
-                f"parallel_config.tensor_parallel_size {width} needs {width} devices in one process group; "
-                "this version trains on one device: set it to 1"
-            )
         if "dataset" not in self._keys:
             raise RequestError("PPOTrainer has no data set: pass dataset=, e.g. PreferenceDataset('pairs.jsonl')")
         given = self._keys.get("algorithm", "ppo")
@@ -71,6 +68,12 @@ class PPOTrainer(RLTrainer):
         if "critic_model_config" not in keys:
             own = {"model_name_or_path": self._value_model}
             keys["critic_model_config"] = {"shares": "actor"} if self._value_model == "value_head" else own
+        if self._parallel:
+            spread = {"tensor_parallel_size": self._parallel.get("tensor_parallel_size", 1)}
+            spread["sharding_strategy"] = "FULL_SHARD" if self._parallel.get("fsdp", True) else "NO_SHARD"
+            for section in ("actor_model_config", "critic_model_config"):
+                keys[section] = {"fsdp_config": spread} | keys_of(keys[section])
+            keys.setdefault("device_map", {"actor": _devices(spread["tensor_parallel_size"])})
         if self._batch_size is not None:
             keys.setdefault("train_batch_size", self._batch_size)
             keys.setdefault("rollout_batch_size", self._batch_size)
@@ -103,3 +106,15 @@ class PPOTrainer(RLTrainer):
         fit = fit_reward_head(policy, cfg.dataset, folder, first_device(cfg))
         held = "" if fit.held_out_accuracy is None else f", {fit.held_out_accuracy:.0%} of those held out"
         log.warning("reward head: right on %.0f%% of %d fitted pairs%s", 100 * fit.accuracy, fit.pairs, held)
+
+
+def _devices(width: int) -> list[Any]:
+    """Devices of a parallel run that names none: the most GPUs that ``width`` divides, or that many CPU workers."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return [f"cpu:{i}" for i in range(width)]
+    if gpus < width:
+        raise RequestError(
+            f"parallel_config.tensor_parallel_size is {width}, but this machine has {gpus} GPUs: {gpus} would fit"
+        )
+    return list(range(gpus // width * width))

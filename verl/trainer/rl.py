@@ -68,12 +68,12 @@ class RLTrainer:
         keys = dict(self._keys)
         nodes = self.flow.nodes if self.flow is not None else []
         for kind, key in _SECTIONS.items():
-            section = _given(keys.get(key))
+            section = keys_of(keys.get(key))
             if kind is Actor and self._model is not None:
                 section = {"model_name_or_path": self._model} | section
             for node in (n for n in nodes if isinstance(n, kind)):
                 model = {} if node.model is None else {"model_name_or_path": node.model}
-                section = _given(node.config) | model | section
+                section = keys_of(node.config) | model | section
             if section:
                 keys[key] = section
         for node in nodes:
@@ -167,7 +167,7 @@ def _add_rewards(keys: dict[str, Any], nodes: list[RewardModel]) -> None:
         )
     for node in named:
         called = {} if node.name == node.kind else {"as": node.name}
-        model = _given(node.config) | ({} if node.model is None else {"model_name_or_path": node.model})
+        model = keys_of(node.config) | ({} if node.model is None else {"model_name_or_path": node.model})
         if node.rewards:
             if called and len(node.rewards) == 1:  # of several each keeps its own name
                 (entry,) = node.rewards
@@ -177,7 +177,7 @@ def _add_rewards(keys: dict[str, Any], nodes: list[RewardModel]) -> None:
         elif called:
             entries.append(({"name": REWARD_MODEL} | called | model, node.weight))
         else:
-            keys["reward_model_config"] = model | _given(keys.get("reward_model_config"))
+            keys["reward_model_config"] = model | keys_of(keys.get("reward_model_config"))
             weight = node.weight
     weights = [w for _, w in entries] + ([weight] if keys.get("reward_model_config") is not None else [])
     if named:
@@ -186,7 +186,7 @@ def _add_rewards(keys: dict[str, Any], nodes: list[RewardModel]) -> None:
         keys.setdefault("reward_weights", weights)
 
 
-def _given(section: Any) -> dict[str, Any]:
+def keys_of(section: Any) -> dict[str, Any]:
     """The keys that were set in a section, a mapping or None."""
     if isinstance(section, Section):
         return {key: getattr(section, key) for key in section.model_fields_set}

@@ -74,7 +74,7 @@ class Controller:
             self.source = Reader(cfg, crew, given)
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
         self.step = 0
-        self._failed = ""  # the step that began and hasn't ended well
+        self._failed = ""
         self._ahead: asyncio.Task[Lot] | None = None  # the next lap's rows, sampled while this one ends
         self._before_ahead: dict[str, Any] = {}  # the source's state without them
 
@@ -95,8 +95,8 @@ class Controller:
             raise RunError(f"{self._failed} failed, and workers may still wait for each other: resume the run")
         start = time.perf_counter()
         step = self.step + 1
-        self._failed = f"step {step}"
         lot = await self._collect(step)
+        self._failed = f"step {step}"  # until it ends well: its ops meet in collectives
         walk = Walk(step, self.kl.coef, lot, metrics=dict(lot.metrics))
         *stages, last = [stage for stage in self.plan.stages if stage.kind == "run"]
         for stage in stages:

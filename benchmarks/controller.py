@@ -1,6 +1,6 @@
 """What the controller costs: its own processor time per lap, and the bytes that pass through it per row.
 
-    python benchmarks/controller.py [--rows 1024] [--tokens 1000] [--workers 2] [--laps 3]
+    python benchmarks/controller.py [--rows 1024] [--tokens 1000] [--workers 2] [--laps 1]
 
 GRPO with a KL penalty on local CPU workers, through the same ``Run`` as ``verl train``. The model is a tiny random one
 whose responses all reach the limit: rows and tokens are what a controller sees of a large model, too. The time is that
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="of each response")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of each prompt")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--laps", type=int, default=3)
+    parser.add_argument("--laps", type=int, default=1, help="after the first")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

@@ -58,7 +58,7 @@ class Processes:
         heartbeat: float = 20.0,
         start_timeout: float = 120.0,
     ) -> None:
-        made = _sendable(factory, args)
+        made = sendable(factory, args)
         self.places: list[Place] = []
         self._logs, self._heartbeat = logs, heartbeat
         self._nursery: Nursery | None = None
@@ -234,7 +234,7 @@ class Processes:
         return None if self._logs is None else Path(self._logs) / f"worker_{rank}.log"
 
 
-def _sendable(factory: Factory, args: tuple[Any, ...]) -> bytes:
+def sendable(factory: Factory, args: tuple[Any, ...]) -> bytes:
     try:
         return cloudpickle.dumps((factory, args))
     except Exception as whole:

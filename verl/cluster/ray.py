@@ -24,7 +24,7 @@ import numpy as np
 from verl.cluster.group import CALLS, Context, Factory, Peer, Place, Spec, WorkerLost, portable
 from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
-from verl.cluster.processes import _sendable
+from verl.cluster.processes import sendable
 from verl.config.errors import RequestError
 
 try:
@@ -69,7 +69,7 @@ class RayGroup:
         heartbeat: float = 20.0,
         start_timeout: float = 120.0,
     ) -> None:
-        made = _sendable(factory, args)
+        made = sendable(factory, args)
         self.places: list[Place] = []
         self.traffic = 0  # bytes that the controller has sent to and received from the workers
         self._logs, self._heartbeat = logs and Path(logs).absolute(), heartbeat

@@ -35,12 +35,6 @@ class Placement:
         for role, ranks in self.roles.items():
             check_exists([self.devices[rank] for rank in ranks], gpus, role)
 
-    def describe(self) -> str:
-        """A line per worker: rank, device, roles."""
-        return "\n".join(
-            f"worker {rank} on {device}: {', '.join(self.hosted(rank))}" for rank, device in enumerate(self.devices)
-        )
-
 
 def place(cfg: RunConfig, default: Device, roles: Collection[str]) -> Placement:
     """Where ``roles`` (those that the plan has) are; ``default``: the actor's device where the map doesn't name one.

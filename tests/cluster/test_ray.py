@@ -29,6 +29,7 @@ from ray.util import placement_group_table
 
 from tests.cluster.contract import ALONE, TOGETHER, alive, outcomes
 from tests.cluster.objects import Closing, worker
+from tests.cluster.ray_starts import why_not
 from verl.cluster.group import Context, Spec, WorkerLost
 from verl.cluster.ray import RayGroup
 from verl.config.errors import RequestError
@@ -38,6 +39,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
+    if reason := why_not():
+        pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home folder
         patch.delenv("RAY_AUTH_MODE", raising=False)

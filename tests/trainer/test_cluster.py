@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.cluster.ray_starts import why_not
 from tests.trainer import cluster_runs as runs
 from tests.trainer.cluster_runs import MARK, Struck, finished, lines, same_numbers, same_weights, timeline
 from tests.trainer.test_algorithms import PAIRS, write
@@ -79,7 +80,8 @@ def test_actor_and_critic_on_two_workers_each_give_the_numbers_of_one(one, model
 @pytest.mark.parametrize(("keys", "workers"), [(RAY, 1), (RAY | APART, 4)], ids=["one", "four"])
 def test_ray_gives_the_numbers_of_one_process(one, model, tmp_path, mark, keys, workers):
     """By the command, in a process of its own, which starts a cluster and leaves none behind."""
-    pytest.importorskip("ray")
+    if reason := why_not():
+        pytest.skip(reason)
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(runs.ppo(model, tmp_path, **keys)))
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -52,7 +52,7 @@ def main() -> None:
         cfg = load_config(
             None,
             actor_model_config={"model_name_or_path": make_model(Path(scratch), args.prompt + args.tokens + 8)},
-            algorithm={"name": "grpo"}, init_kl_coef=0.01, dataset=data, reward_fn="benchmarks.controller:unlike",
+            algorithm={"name": "grpo"}, init_kl_coef=0.01, dataset=data, reward_fn=unlike,
             rollout_batch_size=args.rows, micro_batch_size=32, mini_batch_size=args.rows // 2, group_size=8,
             max_prompt_length=args.prompt + 4, max_response_length=args.tokens, total_steps=args.laps + 1,
             rollout={"max_rows": args.rows}, run_dir=f"{scratch}/run", metrics={"tensorboard": False},

@@ -25,6 +25,7 @@ from verl.cluster.group import CALLS, Context, Factory, Peer, Place, Spec, Worke
 from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
 from verl.cluster.processes import sendable
+from verl.cluster.serve import log_to_stderr
 from verl.config.errors import RequestError
 
 try:
@@ -402,12 +403,7 @@ def _write_to(path: Path) -> None:
             stream.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.captureWarnings(True)
-    logging.getLogger("verl").setLevel(logging.INFO)
-    for name in ("verl", "py.warnings"):
-        logging.getLogger(name).addHandler(handler)
+    log_to_stderr()
 
 
 def _connect(address: str | None) -> bool:

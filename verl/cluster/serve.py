@@ -56,15 +56,20 @@ def adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def serve(parent: int, control: int, peers: dict[int, int]) -> None:
-    """The process's whole life. ``control`` and ``peers`` (by rank) are file descriptors of sockets."""
-    stay_with(parent)
+def log_to_stderr() -> None:
+    """What a worker logs and warns of goes where it prints: into its own file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     logging.getLogger("verl").setLevel(logging.INFO)
     for name in ("verl", "py.warnings"):
         logging.getLogger(name).addHandler(handler)
+
+
+def serve(parent: int, control: int, peers: dict[int, int]) -> None:
+    """The process's whole life. ``control`` and ``peers`` (by rank) are file descriptors of sockets."""
+    stay_with(parent)
+    log_to_stderr()
     link = Link(socket.socket(fileno=control))
     _, number, parts = link.receive()
     _Worker(loads(parts)[1][0], link, {rank: Link(socket.socket(fileno=fd)) for rank, fd in peers.items()}).live(number)

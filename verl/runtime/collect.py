@@ -13,7 +13,6 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ class Sampler:
         )  # fmt: skip
         self.greedy = dataclasses.replace(self.sampling, greedy=True)
         self.draws = 0
-        self._places = count()
+        self._placed = 0  # rows that were asked for
         self._step = 0  # the lap that is collected
 
     def state(self) -> dict[str, Any]:
@@ -223,8 +222,8 @@ class Sampler:
         """
         hosts = self.crew.of("rollout")
         scorers = self.crew.of("reward") if self.scored else ()
-        first = next(self._places)
-        self._places = count(first + len(draws) * n)
+        first = self._placed
+        self._placed += len(draws) * n
 
         async def share(i: int) -> Collected | None:
             start, end = (k * len(draws) // len(hosts) for k in (i, i + 1))

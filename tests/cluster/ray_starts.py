@@ -10,7 +10,7 @@ import sys
 
 TRY = """
 import ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 7).remote()) == 7
 """
 PATIENCE = 150  # seconds

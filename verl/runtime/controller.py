@@ -125,7 +125,8 @@ class Controller:
         except BaseException:
             await self._give_up_ahead()
             raise
-        await self.crew.everywhere("finish", step)
+        with located(step, "end of the lap"):
+            await self.crew.everywhere("finish", step)
         if walk.kl_per_response is not None:
             with located(step, "kl"):
                 self.kl.update(walk.kl_per_response, len(lot))
@@ -277,7 +278,8 @@ class Controller:
         for column in gone:
             del walk.holders[column]
         if gone:
-            await self.crew.everywhere("release", walk.step, gone)
+            with located(max(walk.step, self.step), "release"):
+                await self.crew.everywhere("release", walk.step, gone)
 
     # -- seats -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +336,9 @@ class Controller:
     async def readings(self) -> dict[str, float]:
         """Memory and utilisation: of several hosts, the largest."""
         found: dict[str, float] = {}
-        for readings in (await self.crew.everywhere("readings")).values():
+        with located(self.step, "readings"):
+            told = await self.crew.everywhere("readings")
+        for readings in told.values():
             found = {name: max(value, found.get(name, value)) for name, value in (found | readings).items()}
         return found
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from torch import Tensor
+
 from verl.config.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -69,7 +71,7 @@ class Response:
 
 
 class RolloutEngine(Protocol):
-    """Samples responses. ``version`` is set by whoever changes the weights, never while responses are pending."""
+    """Samples responses with the weights ``version``."""
 
     version: int
 
@@ -83,4 +85,26 @@ class RolloutEngine(Protocol):
 
     def abort(self, row_ids: Iterable[str]) -> None:
         """End these rows after the token being computed; they come back with ``finish_reason="abort"``."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The very next token comes from these weights: whole tensors under Hugging Face's names, of a policy with
+        adapters the adapter's alone. Each may be gone when the next is taken. Never while responses are pending.
+
+        Raises:
+            RunError: names or shapes that don't fit, or the engine can't say that it took them; it then refuses to
+                generate until a ``load`` succeeds.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that only generation needs; ``wake`` comes before the next ``generate``."""
+        ...
+
+    def wake(self) -> None:
+        """Undo ``sleep``; nothing where there was none."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine started; a second call does nothing."""
         ...

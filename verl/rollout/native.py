@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError, RunError
+from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.policy import Policy
 from verl.rollout.base import FinishReason, Request, Response, Sampling
 from verl.rollout.cache import Cache, DecodeLayout, PrefillLayout
@@ -88,6 +89,7 @@ class NativeEngine:
             raise RequestError(f"max_rows is {max_rows}, must be at least 1")
         self.policy, self.eos, self.max_rows, self.tokenizer = policy, eos, max_rows, tokenizer
         self.version = 0
+        self._broken = ""  # why there are no whole weights
         self.counters = Work()
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
@@ -123,7 +125,37 @@ class NativeEngine:
             for row in call.rows:
                 row.aborted |= row.request.row_id in wanted
 
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See ``RolloutEngine``; for a policy whose parameters are this engine's own."""
+        self._broken = f"loading version {version} failed"
+        into = dict(self.policy.shards())
+        # of a file layout of its own (a mixture's experts one by one), each call of shards makes the tensors anew
+        own = {tensor.data_ptr() for _, tensor in own_tensors(self.policy.lm)}
+        in_place = all(tensor.data_ptr() in own for tensor in into.values())
+        seen: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            fits = name in into and into[name].shape == tensor.shape
+            if fits and in_place:
+                copy_by_name({name: into[name]}, {name: tensor})
+            seen[name] = into[name] if fits and in_place else tensor
+        if in_place:
+            check_fit(into, seen)
+        else:
+            self.policy.load(seen)
+        self._broken, self.version = "", version
+
+    def sleep(self) -> None:
+        """Nothing is kept between calls."""
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if self._broken:
+            raise RunError(f"the engine has no whole weights: {self._broken}")
         limit = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop texts need the engine's tokenizer")

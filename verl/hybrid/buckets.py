@@ -1,0 +1,72 @@
+"""A plan cut into buckets, and the bytes of one bucket between two ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from verl.hybrid.reshard import Move, elements
+
+ALIGNED = 16  # bytes; every message begins where any dtype may
+LANES = 1024  # of a checksum
+
+
+def buckets(moves: Sequence[Move], limit: int) -> list[list[Move]]:
+    """The moves in order, in runs in which no rank sends or receives more than ``limit`` bytes; larger ones are cut
+    along their longest dimension, as far as that goes."""
+    done: list[list[Move]] = [[]]
+    load: dict[tuple[str, int], int] = defaultdict(int)
+    for move in (piece for whole in moves for piece in _cut(whole, limit)):
+        ends = ("from", move.source), ("to", move.target)
+        if done[-1] and any(load[end] + move.bytes > limit for end in ends):
+            done.append([])
+            load.clear()
+        done[-1].append(move)
+        for end in ends:
+            load[end] += move.bytes
+    return [bucket for bucket in done if bucket]
+
+
+def _cut(move: Move, limit: int) -> Iterator[Move]:
+    sizes = [stop - start for start, stop in move.box]
+    if move.bytes <= limit or not sizes or max(sizes) == 1:
+        yield move
+        return
+    dim = sizes.index(max(sizes))
+    each = max(1, sizes[dim] * limit // move.bytes)
+    start, stop = move.box[dim]
+    item = move.bytes // elements(move.box)
+    for at in range(start, stop, each):
+        box = (*move.box[:dim], (at, min(at + each, stop)), *move.box[dim + 1 :])
+        piece = Move(move.weight, box, move.source, move.target, elements(box) * item)
+        yield from _cut(piece, limit)
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, ``[bytes]`` of uint8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's values as integers of equal width, so that comparing them compares every bit."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().reshape(-1).view(kinds[tensor.element_size()])
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of all bits and their places, int64 on the tensor's device; the same for equal values on any device.
+
+    A weighted sum over lanes: one changed bit, or two values of different lanes in each other's place, change it.
+    """
+    values = bits(tensor)
+    body = values[: len(values) // LANES * LANES].view(-1, LANES).sum(0, dtype=torch.int64)
+    tail = values[len(body) * (len(values) // LANES) :].to(torch.int64)
+    odd = torch.arange(1, 2 * LANES, 2, device=tensor.device)
+    return (body * odd).sum() + 1_000_003 * (tail * odd[: len(tail)]).sum()

@@ -11,13 +11,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 DEMO ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: demo test lint bench-trl clean
+.PHONY: demo test test-vllm lint bench-trl clean
 
 demo: $(MODEL)/config.json
 	$(BIN)/verl train $(DEMO) --overwrite $(ARGS)
 
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Needs vLLM for CPUs, which wants other versions of some packages: an environment on top of the other has those.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/trainer/test_engines_outside.py $(ARGS)
+
+$(VLLM)/ready: requirements-vllm.lock $(VENV)/dev
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv --without-pip $(VLLM)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/verl-base.pth
+	xargs -n 24 < $< | xargs -P 3 -I {} sh -c '$(BIN)/pip --python $(VLLM)/bin/python install -q --no-deps --ignore-installed {}'
+	touch $@
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -50,4 +62,4 @@ bench-trl: $(MODEL)/config.json
 	$(BIN)/python benchmarks/vs_trl_cpu.py --trl .venv-trl/bin/python $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-trl models runs
+	rm -rf $(VENV) .venv-trl $(VLLM) models runs

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.tiny import EOS, f_bpe, f_gpt2, f_llama
-from verl.config.errors import RequestError
+from verl.config.errors import RequestError, RunError
+from verl.models.naming import own_tensors
 from verl.rollout.base import Request, Response, RolloutEngine, Sampling
 
 PROMPTS = ((3, 4, 5), (6, 7, 8, 9, 10, 11), (4,), (12, 13, 14, 15, 16, 17, 18, 19))
@@ -39,7 +40,18 @@ def logprobs_of(lm: PreTrainedModel, prompt: tuple[int, ...], response: tuple[in
 
 
 class RolloutContract:
-    """``make`` gives an engine that samples from (its own copy of) ``lm``; ``load`` gives it other weights."""
+    """``make`` gives an engine that samples from (its own copy of) ``lm``; ``load`` gives it other weights.
+
+    ``llama`` and ``gpt2`` make the models, for engines that don't compute those of ``tests/tiny.py``.
+    """
+
+    llama = staticmethod(f_llama)
+    gpt2 = staticmethod(f_gpt2)
+    # what an engine can't keep, it says here
+    ordered = True  # rows end in the same order each time
+    greedy_temperature: float | None = None  # of greedy rows' logprobs; None: the one asked for
+    truncates = True  # False: top_k and top_p are refused
+    draws = 3000  # where a distribution is measured
 
     def make(
         self,
@@ -53,24 +65,25 @@ class RolloutContract:
     def load(self, engine: RolloutEngine, lm: PreTrainedModel, version: int) -> None:
         raise NotImplementedError
 
-    @pytest.mark.parametrize("lm", [f_llama(kv_heads=1), f_llama(tied=True), f_gpt2()], ids=["gqa", "tied", "gpt2"])
     @pytest.mark.parametrize("greedy", [True, False])
-    def test_logprobs_are_those_of_a_plain_forward(self, lm: PreTrainedModel, greedy: bool) -> None:
+    @pytest.mark.parametrize("kind", ["gqa", "tied", "gpt2"])
+    def test_logprobs_are_those_of_a_plain_forward(self, kind: str, greedy: bool) -> None:
         """Rows of different lengths together, more of them than fit at once; absolute and rotary positions."""
+        lm = self.gpt2() if kind == "gpt2" else self.llama(kv_heads=1) if kind == "gqa" else self.llama(tied=True)
         engine = self.make(copy.deepcopy(lm), max_rows=5)
         sampling = Sampling(temperature=0.9, greedy=greedy, max_new_tokens=12, seed=3)
         answers = ask(engine, requests(), sampling)
         assert answers.keys() == {r.row_id for r in requests()}
         for r in requests():
             answer = answers[r.row_id]
-            expected = logprobs_of(lm, r.prompt_ids, answer.ids, 0.9)
+            expected = logprobs_of(lm, r.prompt_ids, answer.ids, self.greedy_temperature or 0.9 if greedy else 0.9)
             chosen = expected.gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=1e-5, rtol=0)
             if greedy:
                 assert list(answer.ids) == expected.argmax(-1).tolist()
 
     def test_greedy_equals_generate(self) -> None:
-        lm = f_gpt2(seed=1)
+        lm = self.gpt2(seed=1)
         answers = ask(self.make(copy.deepcopy(lm)), requests(samples=1), Sampling(greedy=True, max_new_tokens=10))
         for r in requests(samples=1):
             ids = torch.tensor([r.prompt_ids])
@@ -81,7 +94,7 @@ class RolloutContract:
 
     def test_batching_changes_no_token(self) -> None:
         """Neither the number of rows side by side, nor their order, nor the number of callers."""
-        lm, sampling = f_llama(), Sampling(max_new_tokens=12, seed=1)
+        lm, sampling = self.llama(), Sampling(max_new_tokens=12, seed=1)
         wide = ask(self.make(copy.deepcopy(lm)), requests(), sampling)
         narrow = ask(self.make(copy.deepcopy(lm), max_rows=2), requests()[::-1], sampling)
 
@@ -94,13 +107,13 @@ class RolloutContract:
             assert {i: r.ids for i, r in other.items()} == {i: r.ids for i, r in wide.items()}
 
     def test_same_call_same_bits(self) -> None:
-        lm, sampling = f_llama(), Sampling(max_new_tokens=12, seed=1)
+        lm, sampling = self.llama(), Sampling(max_new_tokens=12, seed=1)
         first, second = (ask(self.make(copy.deepcopy(lm), max_rows=5), requests(), sampling) for _ in range(2))
-        assert list(first) == list(second)
+        assert list(first) == list(second) or not self.ordered
         assert {i: (r.ids, r.logprobs) for i, r in first.items()} == {i: (r.ids, r.logprobs) for i, r in second.items()}
 
     def test_noise_differs_between_samples_prompts_and_seeds(self) -> None:
-        engine = self.make(f_llama(), eos=frozenset())
+        engine = self.make(self.llama(), eos=frozenset())
         asked = requests([(3, 4, 5)] * 3, samples=4)
         rows = [r.ids for seed in (0, 1) for r in ask(engine, asked, Sampling(max_new_tokens=12, seed=seed)).values()]
         assert len(set(rows)) == 24
@@ -109,9 +122,13 @@ class RolloutContract:
         "options", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.7}], ids=["all", "k", "p", "both"]
     )
     def test_the_first_token_is_drawn_from_the_distribution(self, options: dict[str, float]) -> None:
-        """Chi-square of 3000 draws at temperature 0.7; the logprob is of the truncated distribution."""
-        lm, n = f_llama(seed=2), 3000
+        """Chi-square of draws at temperature 0.7; the logprob is of the truncated distribution."""
+        lm, n = self.llama(seed=2), self.draws
         sampling = Sampling(temperature=0.7, max_new_tokens=1, seed=5, **options)  # type: ignore[arg-type]
+        if options and not self.truncates:
+            with pytest.raises(RequestError, match="top_p"):
+                ask(self.make(copy.deepcopy(lm)), requests(), sampling)
+            return
         answers = ask(self.make(copy.deepcopy(lm)), requests([(3, 4, 5)], samples=n), sampling)
         p = logprobs_of(lm, (3, 4, 5), (0,), 0.7)[0].double().exp()
         order = p.argsort(descending=True)
@@ -135,7 +152,7 @@ class RolloutContract:
 
     def test_the_end_of_a_row(self) -> None:
         """Any id in force ends a row and stays in it; a row that ended computes no more; else ``length``."""
-        lm = f_llama()
+        lm = self.llama()
         free = ask(self.make(copy.deepcopy(lm), eos=frozenset()), requests(), Sampling(max_new_tokens=10, seed=4))
         assert all(len(r.ids) == len(r.logprobs) == 10 and r.finish_reason == "length" for r in free.values())
         eos = frozenset(token for token, _ in Counter(t for r in free.values() for t in r.ids).most_common(2))
@@ -149,7 +166,7 @@ class RolloutContract:
 
     def test_stop_texts(self) -> None:
         """The tokens that complete the text stay; ``ab`` ends a row as one token (7) or as two (4, 5)."""
-        lm, tokenizer = f_llama(), f_bpe()
+        lm, tokenizer = self.llama(), f_bpe()
         whole = ask(self.make(copy.deepcopy(lm), eos=frozenset()), requests(samples=8), Sampling(max_new_tokens=24))
         engine = self.make(copy.deepcopy(lm), eos=frozenset(), tokenizer=tokenizer)
         got = ask(engine, requests(samples=8), Sampling(max_new_tokens=24, stop=("ab", "c:")))
@@ -164,7 +181,7 @@ class RolloutContract:
 
     def test_new_weights_change_the_next_token(self) -> None:
         """The same prompts before and after: nothing of the old weights, cached keys included, is left."""
-        old, new, sampling = f_llama(seed=0), f_llama(seed=1), Sampling(greedy=True, max_new_tokens=8)
+        old, new, sampling = self.llama(seed=0), self.llama(seed=1), Sampling(greedy=True, max_new_tokens=8)
         engine = self.make(copy.deepcopy(old))
         before = ask(engine, requests(), sampling)
         self.load(engine, new, version=7)
@@ -175,8 +192,27 @@ class RolloutContract:
             assert list(after[r.row_id].ids) == expected.argmax(-1).tolist()
         assert any(before[i].ids[0] != after[i].ids[0] for i in before)
 
+    def test_weights_that_do_not_fit_are_refused_until_some_do(self) -> None:
+        """A broken ``load`` leaves an engine that says so instead of sampling from a mixture."""
+        new, sampling = self.llama(seed=1), Sampling(greedy=True, max_new_tokens=4)
+        engine = self.make(self.llama(seed=0))
+        engine.load(own_tensors(new), 1)
+        whole = dict(own_tensors(new))
+        last = list(whole)[-1]
+        for broken in (whole | {last: whole[last][:-1]}, {n: t for n, t in whole.items() if n != last}):
+            with pytest.raises(RunError, match=last):
+                engine.load(broken.items(), 2)
+            with pytest.raises(RunError, match="version 2 failed"):
+                ask(engine, requests(), sampling)
+        engine.load(own_tensors(new), 3)
+        answers = ask(engine, requests(), sampling)
+        for r in requests():
+            answer = answers[r.row_id]
+            assert answer.version == 3
+            assert list(answer.ids) == logprobs_of(new, r.prompt_ids, answer.ids).argmax(-1).tolist()
+
     def test_refused_requests_name_row_and_numbers(self) -> None:
-        engine = self.make(f_gpt2())  # 32 positions
+        engine = self.make(self.gpt2())  # 32 positions
         with pytest.raises(RequestError, match=r"row long.* 20 .* 13 .*33.* 32 "):
             ask(engine, [Request("ok", "ok", (3,)), Request("long", "long", (3,) * 20)], Sampling(max_new_tokens=13))
         with pytest.raises(RequestError, match="row none"):
@@ -185,7 +221,7 @@ class RolloutContract:
 
     def test_abort(self) -> None:
         """An aborted row comes back with what it has; the others are untouched."""
-        lm, sampling = f_llama(), Sampling(max_new_tokens=120, seed=2)
+        lm, sampling = self.llama(), Sampling(max_new_tokens=120, seed=2)
         asked = requests()
 
         async def run() -> dict[str, Response]:
@@ -208,7 +244,7 @@ class RolloutContract:
 
     def test_a_caller_may_stop_early(self) -> None:
         async def run() -> int:
-            engine = self.make(f_llama(), eos=frozenset(), max_rows=2)
+            engine = self.make(self.llama(), eos=frozenset(), max_rows=2)
             rows = engine.generate(requests(), Sampling(max_new_tokens=300))
             await anext(rows)
             await rows.aclose()  # type: ignore[attr-defined]

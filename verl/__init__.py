@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.dataflow.graph import DataFlow
     from verl.dataflow.nodes import Actor, Critic, Data, Reference, RewardModel, Rollout
+    from verl.runtime.hybrid_engine import HybridEngine
     from verl.trainer.ppo import PPOTrainer
     from verl.trainer.rl import RLTrainer
 
@@ -20,6 +21,7 @@ _DOORS = {
     "Reference": "verl.dataflow.nodes",
     "RewardModel": "verl.dataflow.nodes",
     "Rollout": "verl.dataflow.nodes",
+    "HybridEngine": "verl.runtime.hybrid_engine",
     "PPOTrainer": "verl.trainer.ppo",
     "RLTrainer": "verl.trainer.rl",
 }
@@ -28,6 +30,7 @@ __all__ = [
     "Critic",
     "Data",
     "DataFlow",
+    "HybridEngine",
     "PPOTrainer",
     "RLTrainer",
     "Reference",

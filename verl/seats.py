@@ -12,6 +12,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Seats:
         )
 
 
-@dataclass(frozen=True)
-class _Unit:
+class _Unit(NamedTuple):
     """Rows that stay together: (part of) a group when the prompt is shared, else one row. ``tokens`` is its cost."""
 
     rows: tuple[int, ...]
@@ -129,6 +129,10 @@ def seat(
                 found.append(
                     _whole(members, prompt + sum(response_lengths[i] for i in members), micro_rows, max_tokens)
                 )
+                continue
+            tokens = sum([response_lengths[i] for i in members])
+            if len(members) <= micro_rows and (max_tokens is None or prompt + tokens <= max_tokens):
+                found.append(_Unit(tuple(members), prompt + tokens))
                 continue
             alone = [_Unit((i,), response_lengths[i]) for i in members]
             budget = None if max_tokens is None else max_tokens - prompt

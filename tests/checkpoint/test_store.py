@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
 import random
 import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -299,6 +301,60 @@ def test_whichever_system_call_fails_the_old_one_stays(call, tmp_path, monkeypat
     assert CheckpointStore(tmp_path).load().json("state")["position"] in ((1, 2) if failed else (2,))
     CheckpointStore(tmp_path, keep=1).save(3, parts(3))
     assert names(tmp_path) == ["latest", "step_3"]
+
+
+def save_and_die_at(root: Path, point: int) -> None:
+    """Save step 2, keeping one; SIGKILL before the ``point``-th change of the disk, or half way through a write."""
+    left = point
+
+    def count() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    def before(function):
+        def wrapped(*args, **kwargs):
+            if count():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    class File(io.FileIO):
+        def write(self, data):
+            if count():
+                super().write(data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
+
+    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, before(getattr(os, name)))
+    files = {"hf": lambda folder: (folder / "config.json").write_text("{}")}
+    CheckpointStore(root, keep=1, open_file=before(lambda path: File(path, "xb"))).save(2, parts(2), files)
+
+
+def test_killed_at_every_write_point(tmp_path):
+    """A complete checkpoint is there whenever the process dies, and the next save clears what was left behind."""
+    stood = []
+    CheckpointStore(tmp_path / "first", keep=1).save(1, parts(1))
+    for point in range(100):
+        root = shutil.copytree(tmp_path / "first", tmp_path / str(point))
+        pid = os.fork()
+        if not pid:
+            try:
+                save_and_die_at(root, point)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        store = CheckpointStore(root, keep=1)
+        loaded = store.load()
+        assert loaded.json("state")["position"] == loaded.step and loaded.tensors("actor")["w"].eq(loaded.step).all()
+        stood.append(loaded.step)
+        if not os.WIFSIGNALED(status):
+            break
+        store.save(3, parts(3))
+        assert names(root) == ["latest", "step_3"]
+    assert stood == sorted(stood) and stood[0] == 1 and stood[-1] == 2 and 20 < len(stood) < 100
 
 
 def save_under_a_size_limit(root, message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,10 +198,13 @@ def test_a_reward_that_raises_is_located_and_debug_shows_the_traceback(place, ve
 
 
 def test_a_full_disk_is_named(place, verl, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**9, used=10**9, free=0))
-    _refused(verl("train", "train.yaml", "total_steps=1"), "run/checkpoints", "bytes", status=1)
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**9, used=10**9, free=0))
+        _refused(verl("train", "train.yaml", "total_steps=1"), "run/checkpoints", "bytes", status=1)
     assert _steps(place / "run") == [1]
-    _refused(verl("resume", "run"), "run/checkpoints", "no checkpoint")
+    code, out, err = verl("resume", "run")  # there is room again, and nothing to go on from
+    assert code == 0 and "run/checkpoints holds no checkpoint yet: from the start" in out, err
+    assert _steps(place / "run") == [1] and (place / "run" / "checkpoints" / "step_1").is_dir()
 
 
 # -- a run, from start to export -------------------------------------------------------------------------------------
@@ -265,6 +269,72 @@ def test_an_exported_adapter_is_merged(place, verl):
     assert changed
     assert verl("train", "train.yaml", *keys, "--overwrite")[0] == 0
     assert _steps(place / "run") == [1]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _other_rows(place: Path) -> None:
+    (place / "train.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "a"}) + "\n" for p in ("xa", "cb")))
+
+
+def _other_template(place: Path) -> None:
+    f_bpe(template="plain").save_pretrained(place / "model")
+
+
+def _other_tokenizer(place: Path) -> None:
+    tokenizer = f_bpe(template="bos")
+    tokenizer.add_tokens("xa")
+    tokenizer.save_pretrained(place / "model")
+
+
+CHANGES = {
+    "rows": (_other_rows, [], ["the data set"]),
+    "template": (_other_template, [], ["the chat template"]),
+    "tokenizer": (_other_tokenizer, [], ["the tokenizer"]),
+    "settings": (
+        lambda place: None,
+        ["actor_model_config.optimizer.lr=0.002", "seed=3", "micro_batch_size=2"],
+        ["actor_model_config.optimizer.lr (0.001 then, 0.002 now); seed (0 then, 3 now). Put back"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_since_the_checkpoint_is_said_and_can_be_allowed(change, place, verl, model):
+    shutil.copytree(model, place / "model")
+    keys = ["actor_model_config.model_name_or_path=model", "total_steps=1"]
+    assert verl("train", "train.yaml", *keys)[0] == 0
+    alter, overrides, words = CHANGES[change]
+    alter(place)
+    before = (place / "run" / "config.yaml").read_text()
+    again = ["resume", "run", "total_steps=2", *overrides]
+    _refused(verl(*again), "changed since run/checkpoints/step_1", *words, "verl resume run --allow-changes")
+    assert (place / "run" / "config.yaml").read_text() == before and _steps(place / "run") == [1]
+    code, _, err = verl(*again, "--allow-changes")
+    assert code == 0, err
+    assert _steps(place / "run") == [1, 2]
+    log = (place / "run" / "logs" / "controller.log").read_text()
+    assert "going on with changes: " + words[0].partition(" (")[0] in log
+    restarted = change in ("rows", "settings")  # another order, too
+    assert ("rows are drawn from the data's start" in log) == restarted
+    assert verl("resume", "run", "total_steps=3")[0] == 0  # it is what the latest checkpoint was saved with
+
+
+def test_a_checkpoint_of_the_policy_alone_starts_another_run(place, verl):
+    keys = ["checkpoint={save: actor, every_steps: 1}", "algorithm.name=ppo", "group_size=1"]
+    assert verl("train", "train.yaml", *keys)[0] == 0
+    step = place / "run" / "checkpoints" / "step_2"
+    assert {p.name for p in step.iterdir()} == {"actor.safetensors", "hf", "manifest.json", "state.json"}
+    _refused(
+        verl("resume", "run", "total_steps=3"),
+        "step_2 holds the policy alone (checkpoint.save: actor)", "verl export run/checkpoints/step_2 OUT",
+        "actor_model_config.model_name_or_path=OUT",
+    )  # fmt: skip
+    assert verl("export", "run/checkpoints/step_2", "out")[0] == 0
+    code, _, err = verl("train", "train.yaml", "actor_model_config.model_name_or_path=out", "run_dir=more")
+    assert code == 0, err
+    _refused(verl("train", "train.yaml", "checkpoint.save=actor", "cluster.max_restarts=1"), "checkpoint.save global")
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

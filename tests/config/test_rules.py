@@ -35,6 +35,7 @@ class Module:
 SHARD = "actor_model_config.fsdp_config.shard_size"
 STRATEGY = "actor_model_config.fsdp_config.sharding_strategy"
 TENSOR = "actor_model_config.fsdp_config.tensor_parallel_size"
+CONTEXT = "actor_model_config.fsdp_config.context_parallel_size"
 DEVICES = [
     (
         {"device_map": {"actor": "node1:0-1"}},
@@ -61,6 +62,18 @@ DEVICES = [
     (
         {"critic_model_config": {"fsdp_config": {"tensor_parallel_size": 4}}, "device_map": {"actor": "cpu:0-5"}},
         ["critic_model_config.fsdp_config.tensor_parallel_size is 4, but the critic has 6 devices", "2 or 3 would fit"],
+    ),
+    (on(0, 1, 2, context_parallel_size=2), [f"{CONTEXT} is 2, but the actor has 3 devices", f"{CONTEXT} 1 or 3 would"]),
+    (
+        on("0-3", tensor_parallel_size=2, context_parallel_size=4),
+        [f"{CONTEXT} is 4", "times tensor_parallel_size 2 it must divide them", f"{CONTEXT} 1 or 2 would"],
+    ),
+    (on("cpu", cpu_offload=True), ["but the actor is on cpu", "fsdp_config.cpu_offload false or device_map.actor 0"]),
+    (on(0, context_parallel_size=2), ["has 1 device: it must divide", f"{CONTEXT} 1 or device_map.actor [0, 1]"]),
+    (
+        {**on("0-3", context_parallel_size=4), "device_map": {"actor": "0-7", "critic": [0]},
+         "rollout_batch_size": 16, "micro_batch_size": 1, "mini_batch_size": 1},
+        ["names 8 devices, 4 to a row, but an optimizer step has 1 row:", "mini_batch_size 2 would fit"],
     ),
     (on(0, 1, 2, 3, sharding_strategy="HYBRID_SHARD"), ["needs its shard_size", f"{SHARD} 1 or 2 would fit"]),
     (on("0-7", sharding_strategy="HYBRID_SHARD", shard_size=3), ["has shard_size 3", f"{SHARD} 2 or 4 would fit"]),
@@ -227,6 +240,9 @@ def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
         {"device_map": {"actor": [0], "critic": "cpu:0-1"}},
         {"critic_model_config": {"shares": "actor"}, "device_map": {"actor": [0, 1], "critic": "0-1"}},
         on("0-3", tensor_parallel_size=2),
+        on("0-3", tensor_parallel_size=2, context_parallel_size=2),
+        on(0, cpu_offload=True),
+        on("0-3", sharding_strategy="HYBRID_SHARD", shard_size=2, context_parallel_size=4),
         on("0-7", sharding_strategy="HYBRID_SHARD", shard_size=2, tensor_parallel_size=2),
         {"device_map": {"actor": [0, 1]}, **actor(load_in_4bit=True, use_lora=True, fsdp_config=NO_SHARD)},
         {"device_map": {"actor": "0-3"}, "mini_batch_size": 4},

@@ -54,11 +54,20 @@ def test_every_key_is_described_and_its_examples_are_accepted(path, field):
         values: dict = {path[-1]: setting}
         if path[-1] == "load_in_4bit":
             values["use_lora"] = True  # what is trained over a 4-bit base
+        if path[:1] == ("rollout",) and path[-1] in SERVERS:
+            values = {"engine": "openai", "url": "http://h:1"} | values
+            if values["engine"] not in ("openai", "sglang"):
+                del values["url"]
+        if path == ("rollout", "options"):
+            values["engine"] = "vllm"
         for section in reversed(path[:-1]):
             values = {section: values}
-        if path[-1] == "tensor_parallel_size":
+        if path[-1] in ("tensor_parallel_size", "context_parallel_size"):
             values["device_map"] = {"actor": [0, 1]}
         load_config(None, partial=True, **values) if path[0] not in LINKED else RunConfig.model_validate(values)
+
+
+SERVERS = ("engine", "url", "model", "api_key_env", "timeout", "weights_dir")  # under rollout
 
 
 # Keys that a rule ties to others: a setting that is valid by itself need not fit the rest.

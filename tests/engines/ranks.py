@@ -74,7 +74,7 @@ def _serve(pipe: connection.Connection) -> None:
         except EOFError:
             return
         try:
-            if backend == "nccl":
+            if "nccl" in backend:
                 torch.cuda.set_device(rank)
             meet, limit = f"file://{folder}/meet", timedelta(seconds=timeout)
             dist.init_process_group(backend, init_method=meet, rank=rank, world_size=n, timeout=limit)

@@ -10,6 +10,7 @@ import torch
 
 from tests.tiny import f_gpt2, f_llama
 from verl.batch import Batch, Ragged
+from verl.config.errors import RequestError
 from verl.config.model import ModelConfig, OptimizerConfig
 from verl.engines.fsdp import FsdpEngine
 from verl.models.factory import load_model
@@ -154,6 +155,12 @@ def test_a_reference_can_only_compute():
     with pytest.raises(RuntimeError, match="no trainable"):
         engine.update(batch(), ALL, loss_fn, LOGPROBS, 1.0)
     assert engine.state() == ({}, {})
+
+
+def test_a_model_on_the_cpu_has_nothing_to_offload():
+    with pytest.raises(RequestError, match="cpu_offload: the model computes on the CPU already"):
+        FsdpEngine(policy(f_llama()), ADAM, cpu_offload=True)
+    assert FsdpEngine(policy(f_llama()).requires_grad_(False), ADAM, cpu_offload=True).optimizer is None
 
 
 def test_a_shared_critic_trains_its_head_on_kept_hidden_states():

@@ -139,6 +139,34 @@ def test_restoring_goes_on_bit_for_bit(dtype, name):
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(straight, second, strict=True))
 
 
+def trained(dtype, name, offload, start=None):
+    """Two steps, or two more; parameters, optimizer."""
+    named = params(dtype) if start is None else [(n, nn.Parameter(p.detach().clone())) for n, p in start[0]]
+    cfg = OptimizerConfig(name=name, lr=0.03, weight_decay=0.1, max_grad_norm=0.5)
+    optimizer = Optimizer(named, cfg, None, matrices={"w"}, offload=offload)
+    if start is not None:
+        tensors, facts = start[1].state()
+        optimizer.restore(dict(tensors), facts)
+    for seed in (0, 1) if start is None else (2, 3):
+        for micro in range(2):
+            backward(named, 10 * seed + micro)
+        assert optimizer.step()[1]
+    return named, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_masters_of_their_own_change_no_number(dtype, name):
+    """Also where one half of the training had them and the other hadn't."""
+    straight, apart = trained(dtype, name, False), trained(dtype, name, True)
+    assert {p.dtype for p in apart[1].masters.values()} == {torch.float32}
+    assert all(apart[1].masters[n].data_ptr() != p.data_ptr() and p.grad is None for n, p in apart[0])
+    for first, then in ((straight, True), (apart, False), (apart, True)):
+        goes_on, expected = trained(dtype, name, then, first)[0], trained(dtype, name, False, straight)[0]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(goes_on, expected, strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(straight[0], apart[0], strict=True))
+
+
 def test_state_of_other_parameters_is_refused():
     named = params()
     optimizer = Optimizer(named, OptimizerConfig(), None)

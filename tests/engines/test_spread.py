@@ -19,11 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import ADAM, BOTH, batch, loss_fn, policy
 from tests.tiny import f_gpt2, f_llama
+from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
+from verl.engines.context_parallel import Part, context_group
 from verl.engines.fsdp import FsdpEngine
 from verl.engines.sharding import Sharding, device_mesh, local
 from verl.layout import Layout
+from verl.models.packing import Packed, pack
 from verl.models.value import HIDDEN, SharedValue, Value
 from verl.seats import seat
 
@@ -42,12 +45,26 @@ def qwen(name: str):
 # a key's bias moves no attention weight: its gradient is rounding alone, which Adam would blow up to whole steps
 PLAIN = OptimizerConfig(name="sgd", lr=0.05)
 MUON = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1)
+
+
+def window():
+    """Of each row's last three tokens alone."""
+    config = hf.MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, pad_token_id=0, initializer_range=0.1, sliding_window=3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return hf.MistralForCausalLM(config).eval()
+
+
 MODELS = {
     "llama": f_llama,
     "tied": lambda: f_llama(tied=True, kv_heads=1),
     "gpt2": f_gpt2,
     "qwen2": lambda: qwen("Qwen2"),
     "qwen3": lambda: qwen("Qwen3"),
+    "window": window,
 }
 
 
@@ -57,11 +74,13 @@ class Case:
 
     sharding: Sharding = "FULL_SHARD"
     tp: int = 1
+    cp: int = 1
     replicas: int = 1
     model: str = "llama"
     kind: str = "policy"  # or value, shared, lora
     dtype: str = "float32"
     compute_dtype: str | None = None
+    cpu_offload: bool = False
     micro_rows: int = 6
     share_prompts: bool = True
     recompute: bool = True
@@ -77,9 +96,12 @@ def engine(case: Case) -> FsdpEngine:
     """On every rank of the process group, or alone without one."""
     mesh = None
     if dist.is_initialized():
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mesh = device_mesh(Layout.of(dist.get_world_size(), tp=case.tp), device, case.replicas)
-    spread = {"mesh": mesh, "sharding": case.sharding} if mesh else {}
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        layout = Layout.of(dist.get_world_size(), tp=case.tp, cp=case.cp)
+        mesh = device_mesh(layout, device, case.replicas)
+    spread = {"mesh": mesh, "sharding": case.sharding, "context": context_group(layout)} if mesh else {}
+    if case.cpu_offload:
+        spread["cpu_offload"] = True
     if mesh and case.compute_dtype:
         spread["compute_dtype"] = getattr(torch, case.compute_dtype)
     torch.manual_seed(0)  # peft draws A from the global state
@@ -119,7 +141,8 @@ def mine(case: Case, **options) -> list[list[int]]:
     """This rank's micro-batches."""
     if not dist.is_initialized():
         return seats(case, 1, **options)[0]
-    return seats(case, dist.get_world_size() // case.tp, **options)[dist.get_rank() // case.tp]
+    alike = case.tp * case.cp
+    return seats(case, dist.get_world_size() // alike, **options)[dist.get_rank() // alike]
 
 
 def train(case: Case, poison: dict[str, int] | None = None, cut: list | None = None) -> dict[str, Any]:
@@ -128,7 +151,7 @@ def train(case: Case, poison: dict[str, int] | None = None, cut: list | None = N
     if cut is None:
         cut = mine(case)
     elif dist.is_initialized():
-        cut = cut[dist.get_rank() // case.tp]
+        cut = cut[dist.get_rank() // (case.tp * case.cp)]
     else:
         cut = [micro for micros in cut for micro in micros]
     order = sorted(row for micro in cut for row in micro)
@@ -201,6 +224,49 @@ def test_the_same_numbers_however_the_model_is_spread(n, case, alone):
     """With 6 rows on 4 ranks some micro-batches are padding."""
     agree(alone, run(n, train, case))
     agree(alone, run(n, train, replace(case, micro_rows=1, share_prompts=False, recompute=False)))
+
+
+CONTEXTS = [
+    (2, Case(cp=2)),
+    (2, Case("NO_SHARD", cp=2, micro_rows=1, share_prompts=False, recompute=False)),
+    (2, Case("NO_SHARD", cp=2, model="gpt2", optimizer=PLAIN)),
+    (2, Case(cp=2, model="tied")),  # its one key head is computed on both
+    (2, Case(cp=2, model="window", optimizer=PLAIN)),
+    (2, Case(cp=2, kind="lora", micro_rows=2)),
+    (2, Case("SHARD_GRAD_OP", cp=2, kind="value", micro_rows=2, optimizer=PLAIN)),
+    (2, Case("NO_SHARD", cp=2, kind="shared")),
+    (4, Case(cp=2)),
+    (4, Case("HYBRID_SHARD", cp=2, replicas=2, micro_rows=1)),
+    (4, Case(cp=4, model="qwen3", optimizer=PLAIN)),
+    (4, Case(cp=2, tp=2, model="qwen3", kind="lora", optimizer=PLAIN)),
+    (4, Case(cp=2, kind="shared")),
+]
+
+
+@pytest.mark.parametrize(("n", "case"), CONTEXTS, ids=named)
+def test_the_same_numbers_however_many_ranks_share_rows(n, case):
+    """Each computes a run of every micro-batch's tokens."""
+    agree(train(replace(case, micro_rows=1, share_prompts=False, recompute=False)), run(n, train, case))
+
+
+def runs_of(full: Packed) -> list[tuple[list[int], list[int], list[list[int]], list[bool]]]:
+    """Of this rank's part: ids, positions, what predicts each row's tokens, and whether a column comes back whole."""
+    part = Part.of(full, dist.group.WORLD)
+    column = torch.arange(len(full.predict.values)) + 1.5
+    back = part.whole(part.own(column))
+    return [
+        part.ids.tolist(),
+        part.positions.tolist(),
+        [r.tolist() for r in part.predict.rows()],
+        torch.equal(back, column),
+    ]
+
+
+def test_a_rank_computes_one_run_of_the_packed_tokens():
+    prompts, responses = Ragged.from_rows([[5, 6], [5, 6]]), Ragged.from_rows([[7, 8, 9], [10, 11]])
+    found = run(2, runs_of, pack(prompts, responses, [0, 0]))
+    assert found[0] == [[5, 6, 7], [0, 1, 2], [[1, 2], [1]], True]
+    assert found[1] == [[8, 10, 0], [3, 2, 0], [[0], [1]], True]
 
 
 @pytest.mark.parametrize("micro_rows", [1, 2, 3])
@@ -404,22 +470,24 @@ def test_on_the_same_ranks_it_goes_on_bit_for_bit():
         assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
 
-def refused(tp: int, replicas: int, sharding: Sharding, model: str) -> str:
+def refused(case: Case) -> str:
     with pytest.raises(RequestError) as error:
-        engine(Case(sharding, tp=tp, replicas=replicas, model=model))
+        engine(case)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("n", "tp", "replicas", "sharding", "model", "says"),
+    ("n", "case", "says"),
     [
-        (4, 4, 1, "FULL_SHARD", "llama", "tensor_parallel_size 4 does not divide the model's num_attention_heads 2"),
-        (2, 2, 1, "FULL_SHARD", "tied", "tensor_parallel_size 2 does not divide the model's num_key_value_heads 1"),
-        (2, 2, 1, "FULL_SHARD", "gpt2", "GPT2Model has no plan"),
-        (2, 1, 1, "HYBRID_SHARD", "llama", "HYBRID_SHARD on a mesh of dp"),
-        (2, 1, 2, "FULL_SHARD", "llama", "FULL_SHARD on a mesh of replicate x dp"),
-        (2, 1, 4, "HYBRID_SHARD", "llama", "4 replicas don't divide 2"),
+        (4, Case(tp=4), "tensor_parallel_size 4 does not divide the model's num_attention_heads 2"),
+        (2, Case(tp=2, model="tied"), "tensor_parallel_size 2 does not divide the model's num_key_value_heads 1"),
+        (2, Case(tp=2, model="gpt2"), "GPT2Model has no plan"),
+        (4, Case(cp=4), "context_parallel_size 4 does not divide the model's num_attention_heads 2"),
+        (4, Case(cp=2, tp=2), "context_parallel_size 2 times tensor_parallel_size 2 does not divide"),
+        (2, Case("HYBRID_SHARD"), "HYBRID_SHARD on a mesh of dp"),
+        (2, Case(replicas=2), "FULL_SHARD on a mesh of replicate x dp"),
+        (2, Case("HYBRID_SHARD", replicas=4), "4 replicas don't divide 2"),
     ],
 )
-def test_what_cant_be_spread_is_refused(n, tp, replicas, sharding, model, says):
-    assert all(says in message for message in run(n, refused, tp, replicas, sharding, model))
+def test_what_cant_be_spread_is_refused(n, case, says):
+    assert all(says in message for message in run(n, refused, case))

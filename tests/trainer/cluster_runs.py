@@ -24,7 +24,15 @@ from verl.config.load import load_config
 from verl.config.run import RunConfig
 from verl.trainer.base import Run
 
-CLOCKS = ("time/", "memory/", "device/", "throughput/", "generate/latency")  # metrics that differ from run to run
+CLOCKS = (
+    "time/",
+    "memory/",
+    "device/",
+    "throughput/",
+    "generate/latency",
+    "publish/",
+    "columns/",
+)  # differ between runs
 TOLERANCE = 1e-5
 MARK = "VERL_TEST_RUN"  # in the environment of all processes of a run
 

@@ -9,3 +9,11 @@ def low_ids(response_ids):
 def first_low(response_ids):
     """Right or wrong: whether the first token is of the vocabulary's first half."""
     return float(response_ids[0] < 16)
+
+
+def sparse(response_ids):
+    """No opinion on some rows, and a number beside the score on some of the others."""
+    if response_ids[0] % 3 == 0:
+        return None
+    low = low_ids(response_ids)
+    return {"score": low, "first": response_ids[0]} if response_ids[0] % 2 else low

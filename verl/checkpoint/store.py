@@ -123,6 +123,11 @@ class CheckpointStore:
         """Steps of the complete checkpoints, ascending (every file is there in its full size)."""
         return sorted(step for step, complete in self._folders().items() if complete)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no save was ever published here, not even one that is damaged now."""
+        return not any(re.fullmatch(r"step_\d+", path.name) for path in self.root.glob("step_*"))
+
     def latest(self) -> int | None:
         """The step saved last, or ``None``; without a usable ``latest`` file, the highest complete step."""
         steps = self.steps()

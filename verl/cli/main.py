@@ -47,9 +47,13 @@ def train(
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(help="run directory", show_default=False)], overrides: Overrides = None
+    run: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
+    overrides: Overrides = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on with other data, template, tokenizer or settings.")
+    ] = False,
 ) -> None:
-    """Continue RUN from its latest checkpoint."""
+    """Continue RUN from its latest checkpoint; without one, from the start."""
     from verl.config.load import load_config
 
     saved = run / "config.yaml"
@@ -58,7 +62,7 @@ def resume(
     cfg = load_config(saved, overrides or [], run_dir=str(run))
     from verl.cli.train import resume as go_on
 
-    raise typer.Exit(go_on(cfg))
+    raise typer.Exit(go_on(cfg, allow_changes=allow_changes))
 
 
 @app.command("eval")
@@ -68,6 +72,17 @@ def evaluate(config: Config, overrides: Overrides = None) -> None:
 
     cfg = load_config(config, overrides or [])
     from verl.cli.train import evaluate as run
+
+    run(cfg)
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None) -> None:
+    """Who is where, what the policy needs, and what moving its weights costs. Loads nothing."""
+    from verl.config.load import load_config
+
+    cfg = load_config(config, overrides or [])
+    from verl.cli.plan import plan as run
 
     run(cfg)
 
@@ -115,10 +130,10 @@ def main() -> None:
     try:
         app()  # exits by itself: a command's own status, 2 for words that are no command, 130 on Ctrl-C
     except SystemExit as stop:
-        if stop.code == 130:  # after a second Ctrl-C a computation may still run, and would hold a normal exit
+        if stop.code in (130, 143):  # after a second signal a computation may still run, and would hold a normal exit
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(130)
+            os._exit(stop.code)
         raise
     except RequestError as error:
         _fail(2, str(error))

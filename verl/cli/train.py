@@ -29,22 +29,28 @@ def train(cfg: RunConfig, *, overwrite: bool = False) -> int:
     return _train(Run(cfg), None, overwrite=overwrite)
 
 
-def resume(cfg: RunConfig) -> int:
-    """Continue from the latest checkpoint; the exit status."""
+def resume(cfg: RunConfig, *, allow_changes: bool = False) -> int:
+    """Continue from the latest checkpoint, or from the start where none was ever saved; the exit status."""
     run = Run(cfg)
-    return _train(run, run.store.load())
+    if not run.store.empty:
+        return _train(run, run.store.load(), allow_changes=allow_changes)
+    Console().print(f"{run.store.root} holds no checkpoint yet: from the start", highlight=False)
+    return _train(run, None)
 
 
-def _train(run: Run, checkpoint: Checkpoint | None, *, overwrite: bool = False) -> int:
+def _train(run: Run, checkpoint: Checkpoint | None, **how: bool) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     console = Console()
     with run:
-        run.prepare(checkpoint, overwrite=overwrite)
+        run.prepare(checkpoint, **how)
         summary = run.train()
     if summary.stopped_by is not None:
         if summary.step:
-            console.print(f"stopped after step {summary.step}; go on with: verl resume {run.folder}", highlight=False)
+            on = f"go on with: verl resume {run.folder}"
+            if run.cfg.checkpoint.save == "actor":
+                on = f"its weights: verl export {run.folder} OUT"
+            console.print(f"stopped after step {summary.step}; {on}", highlight=False)
         else:
             console.print("stopped before the first step; nothing was saved", highlight=False)
         return 128 + summary.stopped_by

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config import batch_words
 from verl.config.devices import Device, devices_of, entry_of, parse, workers, written
-from verl.config.model import CriticConfig, ModelConfig
+from verl.config.model import CriticConfig, FsdpConfig, ModelConfig
 from verl.config.run import RunConfig
 
 Found = tuple[tuple[str, ...], str]
@@ -60,20 +60,13 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
         count, fsdp, key = max(len(devices), 1), model.fsdp_config, f"{section}.fsdp_config"
         tp, size = fsdp.tensor_parallel_size, fsdp.shard_size
         has = f"the {role} has {count} device{'s' if count > 1 else ''}"
-        if count % tp:
-            divisors = [d for d in range(1, count + 1) if count % d == 0]
-            near = sorted(sorted(divisors, key=lambda d: abs(d - tp))[:2])
-            more = f"device_map.{role} {_first(devices, tp)}"
-            yield (
-                (f"{key}.tensor_parallel_size", "device_map"),
-                f"{key}.tensor_parallel_size is {tp}, but {has}: it must divide them; {key}.tensor_parallel_size "
-                f"{' or '.join(map(str, near))}{'' if len(near) > 1 else f' or {more}'} would fit",
-            )
+        if (uneven := _uneven(role, devices, key, fsdp, has)) is not None:
+            yield uneven
         elif fsdp.sharding_strategy == "HYBRID_SHARD":
             ranks = count // tp
             shares = [d for d in range(1, ranks) if ranks % d == 0]
             if size not in shares:
-                near = sorted(sorted(shares, key=lambda d: abs(d - (size or ranks)))[:2])
+                near = _nearest(shares, size or ranks)
                 fits = [f"{key}.shard_size {' or '.join(map(str, near))}"] if near else []
                 others = ("FULL_SHARD", "NO_SHARD")[: 2 - len(near)]
                 fits += [f"{key}.sharding_strategy {' or '.join(others)}"] if others else []
@@ -84,6 +77,12 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
                     f"{key}.sharding_strategy HYBRID_SHARD {given}, ranks that share one of several copies, and {has}"
                     f"{apart}: it must divide these and be fewer; {' or '.join(fits)} would fit",
                 )
+        if fsdp.cpu_offload and devices and all(d.kind == "cpu" for d in devices):
+            yield (
+                (f"{key}.cpu_offload", "device_map"),
+                f"{key}.cpu_offload is true, but the {role} is on {written(devices)}, whose memory is the CPU's "
+                f"already; {key}.cpu_offload false or device_map.{role} 0 would fit",
+            )
         if model.load_in_4bit and count > 1 and (fsdp.sharding_strategy != "NO_SHARD" or tp > 1):
             yield (
                 (f"{section}.load_in_4bit", f"{key}.sharding_strategy", f"{key}.tensor_parallel_size", "device_map"),
@@ -91,6 +90,28 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
                 f"{key}.sharding_strategy NO_SHARD{f' with {key}.tensor_parallel_size 1' if tp > 1 else ''} or "
                 f"device_map.{role} {written(devices[:1])} would fit",
             )
+
+
+def _uneven(role: str, devices: list[Device], key: str, fsdp: FsdpConfig, has: str) -> Found | None:
+    """Devices that don't divide by those that compute the same rows."""
+    block = 1
+    for axis in ("tensor_parallel_size", "context_parallel_size"):
+        asked, room = getattr(fsdp, axis), max(len(devices), 1) // block
+        if room % asked:
+            near = _nearest([d for d in range(1, room + 1) if room % d == 0], asked)
+            more = "" if len(near) > 1 else f" or device_map.{role} {_first(devices, block * asked)}"
+            return (
+                (f"{key}.{axis}", "device_map"),
+                f"{key}.{axis} is {asked}, but {has}: {f'times tensor_parallel_size {block} ' if block > 1 else ''}it "
+                f"must divide them; {key}.{axis} {' or '.join(map(str, near))}{more} would fit",
+            )
+        block *= asked
+    return None
+
+
+def _nearest(sizes: list[int], asked: int) -> list[int]:
+    """The two of ``sizes`` that are nearest to what was asked."""
+    return sorted(sorted(sizes, key=lambda size: abs(size - asked))[:2])
 
 
 def _section(cfg: RunConfig, role: str) -> tuple[str, ModelConfig | None]:
@@ -127,25 +148,26 @@ def _rows_for_all(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
         if entry is None:
             continue
         model = _section(cfg, role)[1]
-        tp = model.fsdp_config.tensor_parallel_size if model is not None else 1
+        fsdp = model.fsdp_config if model is not None else FsdpConfig()
+        alike = fsdp.tensor_parallel_size * fsdp.context_parallel_size  # devices that compute the same rows
         devices = devices_of(cfg.device_map, role)
         rows, each, name = (words.rollout_batch_size, 1, "row") if sampling else (words.mini, unit, what)
-        have, ranks = rows // each, len(devices) // tp
+        have, ranks = rows // each, len(devices) // alike
         if ranks <= have:
             continue
-        fits = [f"device_map.{entry} {written(devices[: have * tp])}"]
+        fits = [f"device_map.{entry} {written(devices[: have * alike])}"]
         more = _more_rows(words, ranks * each, sampling)
         if more is not None:
             fits.append(more)
         elif have > 1:
-            fits.append(written(devices[:tp]))
+            fits.append(written(devices[:alike]))
         if (entry, tuple(fits)) in seen:
             continue
         seen.add((entry, tuple(fits)))
         who = "" if role == entry else f" (where the {role} is)"
         yield (
             ("device_map", *batch_words.KEYS),
-            f"device_map.{entry}{who} names {len(devices)} devices{f', {tp} to a row' if tp > 1 else ''}, but "
+            f"device_map.{entry}{who} names {len(devices)} devices{f', {alike} to a row' if alike > 1 else ''}, but "
             f"{'a rollout' if sampling else 'an optimizer step'} has {have} {name}{'s' if have > 1 else ''}: some "
             f"would never get one; {' or '.join(fits)} would fit",
         )

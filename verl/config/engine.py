@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,28 @@ from verl.config.section import DataSource, PathText, Section
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["auto", "native"] = Field("auto", description="native: the trainer's own parameters generate")
+    engine: Literal["auto", "native", "vllm", "openai", "sglang"] = Field(
+        "auto", description="native (auto): ours, on the trainer's own parameters where it can; vllm: in this process; "
+        "openai: vLLM servers at `url`; sglang: SGLang servers at `url`; see docs/rollout.md",
+    )  # fmt: skip
+    url: str | list[str] | None = Field(
+        None, examples=["http://127.0.0.1:8000", "http://10.0.0.1:8000"],
+        description="openai, sglang: where the servers are, one or a list",
+    )  # fmt: skip
+    model: str | None = Field(None, examples=["policy", "base"], description="openai: the served name; null: asked")
+    api_key_env: str | None = Field(
+        None, examples=["VLLM_API_KEY", "API_KEY"], description="environment variable that holds the servers' key"
+    )
+    timeout: float = Field(600.0, gt=0, description="openai, sglang: seconds for one answer")
+    weights_dir: PathText | None = Field(
+        None, examples=["/shared/weights", "/dev/shm/weights"],
+        description="openai, sglang: where weights are written for the servers, which see it under the same name; "
+        "null: a temporary folder of this machine",
+    )  # fmt: skip
+    options: dict[str, Any] = Field(
+        default_factory=dict, examples=[{"gpu_memory_utilization": 0.4}, {"enforce_eager": True}],
+        description="vllm: more of its engine's options, by their names",
+    )  # fmt: skip
     temperature: float = Field(
         1.0, gt=0, description="softmax temperature, applied by sampler and trainer alike; 0 has no density to train on"
     )
@@ -25,12 +46,26 @@ class RolloutConfig(Section):
     tensor_parallel_size: Literal[1] = Field(1, description="GPUs that hold one copy of the weights")
 
 
+class HybridConfig(Section):
+    """How the actor's weights get to rollouts that don't sample from its own parameters; see docs/placement.md."""
+
+    reshard_interval: int = Field(1, ge=1, description="laps between publishes; rows are up to N - 1 laps stale")
+    incremental: Literal["auto", True, False] = Field(
+        "auto", description="send only values that changed, where that is fewer bytes: auto where the old ones are at "
+        "hand to compare with; true: keep a copy of what was sent elsewhere, too; false: never",
+    )  # fmt: skip
+    bucket_mib: int = Field(256, ge=1, description="most MiB on their way at once; two such buckets are in memory")
+
+
 class CheckpointConfig(Section):
     """``checkpoints/step_N`` under the run directory."""
 
     every_steps: int = Field(50, ge=0, description="laps between checkpoints; 0: only at the end and on a signal")
     every_minutes: float | None = Field(
         None, gt=0, examples=[15.0, 60.0], description="and after a lap that starts so long after the last save"
+    )
+    save: Literal["global", "actor"] = Field(
+        "global", description="global: all that a resume needs; actor: the policy alone, to start other runs from"
     )
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
     beside_training: bool = Field(

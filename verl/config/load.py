@@ -17,7 +17,14 @@ from verl.config import batch_words, schema
 from verl.config.errors import ConfigError
 from verl.config.model import CriticConfig
 from verl.config.notes import memory_advice, notes
-from verl.config.rules import SAMPLING_KEYS, check_context, default_kl_coef, number_of_rewards, violations
+from verl.config.rules import (
+    SAMPLING_KEYS,
+    check_context,
+    default_correction,
+    default_kl_coef,
+    number_of_rewards,
+    violations,
+)
 from verl.config.run import RunConfig
 from verl.config.section import Section
 
@@ -188,6 +195,10 @@ def _resolved(cfg: RunConfig) -> RunConfig:
     """Everything derived filled in, as if the file had said it."""
     filled: dict[str, Any] = {**batch_words.derived(cfg), "init_kl_coef": default_kl_coef(cfg)}
     filled["algorithm"] = cfg.algorithm.filled
+    if cfg.max_staleness is None:
+        filled["max_staleness"] = cfg.hybrid_config.reshard_interval - 1
+    if default_correction(cfg):
+        filled["algorithm"] = filled["algorithm"].model_copy(update={"correction": "tis"})
     if cfg.total_steps is None and cfg.total_epochs is None:
         filled["total_epochs"] = 1.0
     if cfg.reward_weights is None and number_of_rewards(cfg):

@@ -17,10 +17,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """AdamW, SGD or Muon with a learning-rate schedule that ends at the last optimizer step."""
 
-    name: Literal["adamw", "sgd", "muon"] | Callable[..., Any] = Field(
+    name: Literal["adamw", "adamw8bit", "sgd", "muon"] | Callable[..., Any] = Field(
         "adamw",
-        description="muon: for the backbone's matrices, adamw for the rest; or, from Python, a factory called as "
-        "`factory(parameters, lr=lr)`",
+        description="adamw8bit: its moments take a quarter of the memory (bitsandbytes); muon: for the backbone's "
+        "matrices, adamw for the rest; or, from Python, a factory called as `factory(parameters, lr=lr)`",
     )
     lr: float = Field(1e-6, ge=0, examples=[1e-6, 3e-5], description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(
@@ -52,10 +52,16 @@ class FsdpConfig(Section):
     shard_size: int | None = Field(
         None, ge=1, description="HYBRID_SHARD: data-parallel ranks that share one copy; divides those of the role"
     )
+    context_parallel_size: int = Field(
+        1, ge=1, description="devices that compute the same rows, each a part of their tokens, for long rows; with "
+        "tensor_parallel_size, divides the role's",
+    )  # fmt: skip
     tensor_parallel_size: int = Field(
         1, ge=1, description="devices that compute the same rows, each with a part of every layer; divides the role's"
     )
-    cpu_offload: Literal[False] = Field(False, description="parameters wait in CPU memory")
+    cpu_offload: bool = Field(
+        False, description="the optimizer's state, fp32 masters and gradients in CPU memory, where the step is computed"
+    )
 
 
 class ModelConfig(Section):

@@ -32,8 +32,16 @@ def violations(cfg: RunConfig, *, partial: bool) -> Iterator[Violation]:
     yield from _offline(cfg)
     yield from _models(cfg)
     yield from _rewards(cfg)
+    yield from _staleness(cfg)
+    yield from _rollout(cfg)
     for keys, text in device_rules.faults(cfg, roles_of(cfg)):
         yield Violation(keys, text)
+    if cfg.checkpoint.save == "actor" and cfg.cluster.max_restarts:
+        yield Violation(
+            ("checkpoint.save", "cluster.max_restarts"),
+            f"checkpoint.save is actor and cluster.max_restarts is {cfg.cluster.max_restarts}: new workers can't go on "
+            "from the policy alone; checkpoint.save global or cluster.max_restarts 0",
+        )
     if cfg.total_steps is not None and cfg.total_epochs is not None:
         yield Violation(
             ("total_steps", "total_epochs"),
@@ -142,7 +150,10 @@ def _positions(model: Any) -> int | None:
     """Positions of a model whose configuration can be read without loading anything: a folder, or a loaded module."""
     if isinstance(model, str):
         file = Path(model) / "config.json"
-        config = json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            config = json.loads(file.read_text()) if file.is_file() else {}
+        except (OSError, ValueError):  # loading says what is wrong with it
+            return None
     else:
         to_dict = getattr(getattr(model, "config", None), "to_dict", None)
         config = to_dict() if callable(to_dict) else {}
@@ -226,11 +237,62 @@ def default_kl_coef(cfg: RunConfig) -> float:
     return given if given is not None else cfg.algorithm.recipe.defaults.get("init_kl_coef", 0.0)
 
 
+def default_correction(cfg: RunConfig) -> bool:
+    """Whether rows may be stale and nothing is said about their correction: then their weights are truncated."""
+    stale = cfg.max_staleness or cfg.hybrid_config.reshard_interval > 1
+    algorithm = cfg.algorithm
+    loss = algorithm.recipe.samples and algorithm.recipe.advantage is not None  # one with a ratio
+    return bool(stale and loss and "correction" not in algorithm.model_fields_set) and (
+        algorithm.filled.old_logprobs == "trainer"
+    )
+
+
+def _staleness(cfg: RunConfig) -> Iterator[Violation]:
+    interval = cfg.hybrid_config.reshard_interval
+    if cfg.max_staleness is not None and cfg.max_staleness < interval - 1:
+        yield Violation(
+            ("max_staleness", "hybrid_config.reshard_interval"),
+            f"max_staleness is {cfg.max_staleness} and hybrid_config.reshard_interval is {interval}: rows of the last "
+            f"lap before a publish are {interval - 1} laps stale; max_staleness {interval - 1} or "
+            f"hybrid_config.reshard_interval {cfg.max_staleness + 1} would fit",
+        )
+
+
+def _rollout(cfg: RunConfig) -> Iterator[Violation]:
+    """Keys that an engine needs, and those that it doesn't read."""
+    r = cfg.rollout
+    servers = r.engine in ("openai", "sglang")
+    if servers and not r.url:
+        yield Violation(
+            ("rollout.url", "rollout.engine"),
+            f"rollout.engine is {r.engine} and rollout.url is missing (where the servers are): rollout.url "
+            "http://127.0.0.1:8000 or a list of such would fit",
+        )
+    readers = {"url": servers, "model": r.engine == "openai", "api_key_env": servers, "weights_dir": servers}
+    for key, read in (readers | {"timeout": servers, "options": r.engine == "vllm"}).items():
+        given = getattr(r, key) != type(r).model_fields[key].get_default(call_default_factory=True)
+        if given and not read:
+            which = "vllm" if key == "options" else "openai" if key == "model" else "openai or sglang"
+            yield Violation(
+                (f"rollout.{key}", "rollout.engine"),
+                f"rollout.{key} is given, but rollout.engine {r.engine} doesn't read it; leave it out, or "
+                f"rollout.engine {which} would fit",
+            )
+    if r.engine in ("vllm", "openai", "sglang") and not isinstance(
+        cfg.actor_model_config.model_name_or_path, str | None
+    ):
+        yield Violation(
+            ("rollout.engine", "actor_model_config.model_name_or_path"),
+            f"rollout.engine is {r.engine}, which reads a model's files, but the model is a loaded module: "
+            "rollout.engine native or the model's folder would fit",
+        )
+
+
 # Keys about sampling, rewards and the KL penalty, which mean nothing where rows are trained on as they are.
 SAMPLING_KEYS = (
     "rollout_batch_size", "group_size", "num_rollout_workers", "rollout", "reward_fn", "reward_weights",
     "reward_model_config", "reward_timeout", "reward_failure", "reward_default", "init_kl_coef", "kl_target",
-    "kl_horizon", "kl_sample_rows",
+    "kl_horizon", "kl_sample_rows", "hybrid_engine", "hybrid_config", "max_staleness",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.devices import check_map
-from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, MetricsConfig, RolloutConfig
+from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, HybridConfig, MetricsConfig, RolloutConfig
 from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig, reward_model_of
 from verl.config.section import DataSource, PathText, RewardSources, Section
 
@@ -108,6 +108,15 @@ class RunConfig(Section):
         "runs/default", examples=["runs/default", "runs/mine"], description="where the run writes"
     )
     gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass: less memory")
+    hybrid_engine: bool = Field(
+        True, description="rollouts get only the parts of weights they lack; false: every weight whole, to compare"
+    )
+    hybrid_config: HybridConfig = Field(default_factory=HybridConfig, description="how weights get to rollouts")
+    max_staleness: int = Field(
+        DERIVED, ge=0, description="most laps between the weights that sample a row and those that its training starts "
+        "from; above hybrid_config.reshard_interval - 1, its default, rollouts on devices of their own sample the next "
+        "lap while this one trains",
+    )  # fmt: skip
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how responses are sampled")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out prompts")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="what is saved when")

@@ -76,4 +76,4 @@ class TrainEngine(Protocol):
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take back what ``shards`` and ``state`` gave on any number of ranks; every rank is given all of it. On as
-        many ranks training goes on bit for bit."""
+        many ranks training goes on bit for bit (with ``adamw8bit``: to its rounding)."""

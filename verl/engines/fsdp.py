@@ -13,6 +13,7 @@ from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, UpdateReport
+from verl.engines.context_parallel import Part
 from verl.engines.optim import Optimizer
 from verl.engines.sharding import Sharding, distributed, whole
 from verl.engines.spread import Spread
@@ -26,9 +27,10 @@ class FsdpEngine:
     """A ``TrainEngine`` around one model.
 
     With a ``mesh`` this is one of its ranks. ``module`` must be the same on every rank; a rank's batches hold rows of
-    its own (ranks that differ in ``tp`` alone: the same rows). All ranks call every method together, ``forward`` and
-    ``update`` with equally many micro-batches, and iterate ``shards`` to its end. An empty micro-batch is computed on
-    one made-up row at zero weight, so that a rank without rows keeps step. Numbers don't depend on the mesh.
+    its own (ranks that differ in ``tp`` or ``cp`` alone: the same rows). All ranks call every method together,
+    ``forward`` and ``update`` with equally many micro-batches, and iterate ``shards`` to its end. An empty micro-batch
+    is computed on one made-up row at zero weight, so that a rank without rows keeps step. Numbers don't depend on the
+    mesh.
 
     Parameters keep their dtype, and of bf16 ones the optimizer holds fp32 masters. That is the default because one
     process and every sharding then compute alike, and whoever reads the parameters (generation, publishing) finds them
@@ -47,9 +49,12 @@ class FsdpEngine:
         mesh: the ranks that train this module (``sharding.device_mesh``); ``None``: this process alone.
         sharding: what each rank of the mesh holds.
         compute_dtype: of sharded fp32 parameters while they compute; ``None``: their own.
+        context: process group of the ranks that share this one's rows, each computing a run of their tokens
+            (``context_parallel.context_group``); ``None``: this rank computes all tokens of its rows.
+        cpu_offload: the optimizer's part in CPU memory (``Optimizer``).
 
     Raises:
-        RequestError: the model can't be checkpointed, cut or sharded as asked.
+        RequestError: the model can't be checkpointed, cut, sharded or offloaded as asked.
     """
 
     def __init__(
@@ -61,17 +66,21 @@ class FsdpEngine:
         mesh: DeviceMesh | None = None,
         sharding: Sharding = "FULL_SHARD",
         compute_dtype: torch.dtype | None = None,
+        context: Any = None,
+        cpu_offload: bool = False,
     ) -> None:
         self.module = module
         trains = any(True for _ in module.trainable())
+        if cpu_offload and trains and module.device.type == "cpu":
+            raise RequestError("cpu_offload: the model computes on the CPU already; set it to false")
         if gradient_checkpointing and trains and not isinstance(module, SharedValue):
             _recompute_layers(module.backbone)
         # before the optimizer: it holds this rank's part of each parameter
-        self.spread = Spread(module, mesh, sharding, compute_dtype)
+        self.spread = Spread(module, mesh, sharding, compute_dtype, context)
         self.optimizer = None
         if trains:
             self.optimizer = Optimizer(
-                module.trainable(), optimizer, total_optimizer_steps, self.spread.ranks, _matrices(module)
+                module.trainable(), optimizer, total_optimizer_steps, self.spread.ranks, _matrices(module), cpu_offload
             )
 
     def forward(
@@ -166,7 +175,10 @@ class FsdpEngine:
         if isinstance(self.module, SharedValue) and HIDDEN in rows:
             return self.module(None, None, want, temperature, hidden=rows.ragged(HIDDEN).values.to(device))
         targets = rows.ragged("response_ids").values.to(device)
-        return self.module(self._pack(rows).to(device), targets, want, temperature)
+        packed = self._pack(rows).to(device)
+        if self.spread.context is not None:
+            packed = Part.of(packed, self.spread.context)
+        return self.module(packed, targets, want, temperature)
 
     def _pack(self, rows: Batch) -> Packed:
         groups = rows.tensor("group").tolist() if "group" in rows else None

@@ -57,6 +57,6 @@ class Muon(torch.optim.Optimizer):
                 momentum = state["momentum"].lerp_(p.grad, 1 - MOMENTUM)
                 ahead = p.grad.lerp(momentum, MOMENTUM)  # Nesterov's
                 like = self.likes[p]
-                full = orthogonalise(whole(ahead, like))
+                full = orthogonalise(whole(ahead, like).to(like.device))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(local(part_of(full, like)), alpha=-group["lr"] * RMS * max(full.shape) ** 0.5)
+                p.add_(local(part_of(full, like)).to(p.device), alpha=-group["lr"] * RMS * max(full.shape) ** 0.5)

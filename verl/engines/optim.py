@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
+from verl.engines.adam8 import adamw8bit, moments, take_back
 from verl.engines.muon import Muon
 from verl.engines.sharding import copies, distributed, local, part_of, whole
 
@@ -32,7 +33,7 @@ def learning_rate(cfg: OptimizerConfig, step: int, total: int | None) -> float:
 
 
 class Optimizer:
-    """AdamW, SGD, Muon or a user's own over named parameters.
+    """AdamW (moments in 32 or 8 bits), SGD, Muon or a user's own over named parameters.
 
     A parameter of fewer digits than float32 has a float32 *master* here. Its gradients are added up in the master's
     as they arrive (so micro-batches lose no digits and no second gradient is kept), the step changes the master, and
@@ -42,11 +43,18 @@ class Optimizer:
     Of a sharded parameter (a ``DTensor``) each rank steps its own part, as a plain tensor. A user's own optimizer gets
     the ``DTensor`` itself, so that what it does with whole matrices stays right.
 
+    With ``offload`` every parameter has a master in CPU memory, and so have the optimizer's state and finished
+    gradients; the step is computed there. Parameters stay where they are.
+
     Args:
         named: parameters by the names of their state.
         total_steps: for schedules that end.
         ranks: of all that share the parameters, each with a gradient of the same kind: see `square_sum`.
         matrices: names of what ``muon`` steps (a backbone's matrices); the rest has AdamW.
+        offload: of everything but the parameters into CPU memory.
+
+    Raises:
+        RequestError: a schedule without an end, or ``offload`` of what a user's own optimizer has to see sharded.
     """
 
     def __init__(
@@ -56,20 +64,28 @@ class Optimizer:
         total_steps: int | None,
         ranks: int = 1,
         matrices: Container[str] = (),
+        offload: bool = False,
     ) -> None:
         self.cfg, self.total_steps, self.ranks = cfg, total_steps, ranks
         self.step_number = 0  # updates so far, skipped ones too: the schedule ends with the run
         self.params = dict(named)
         self.masters: dict[str, nn.Parameter] = {}
-        self._rounded: dict[str, Tensor] = {}  # what is written after a step, by the name of its master
+        self._written: dict[str, Tensor] = {}  # after a step, by the name of its master
+        self._rounded: set[str] = set()  # and of these, those whose master is more than a copy
         for name, p in self.params.items():
             own = p if callable(cfg.name) else local(p)
-            if own is p and p.dtype == torch.float32:
+            if own is p and p.dtype == torch.float32 and not offload:
                 self.masters[name] = p
                 continue
-            master = self.masters[name] = nn.Parameter(own.detach().float())  # float32 shards: the same memory
+            if offload and isinstance(own, DTensor):
+                raise RequestError("cpu_offload needs one of our optimizers where parameters are sharded")
+            place = torch.device("cpu") if offload else own.device
+            # without offload, a float32 shard's master is the same memory
+            master = self.masters[name] = nn.Parameter(own.detach().to(place, torch.float32, copy=offload))
+            if p.dtype != torch.float32 or offload:
+                self._written[name] = own.detach()
             if p.dtype != torch.float32:
-                self._rounded[name] = own.detach()
+                self._rounded.add(name)
             p.register_post_accumulate_grad_hook(_into(master))
         learning_rate(cfg, cfg.warmup_steps, total_steps)  # a schedule without an end shows now, not after the warm-up
         self._torch = self._build(matrices)
@@ -91,6 +107,8 @@ class Optimizer:
             return built
         if cfg.name == "sgd":
             return [torch.optim.SGD(groups, lr=cfg.lr, fused=True)]
+        if cfg.name == "adamw8bit":
+            return [adamw8bit(groups, cfg.lr, cfg.betas, cfg.eps)]
         return [*built, torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)]
 
     @property
@@ -123,15 +141,15 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr
                 optimizer.step()
-            self._round()
+            self._write()
         self.skip()
         return norm, finite
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _write(self) -> None:
         """Masters into their parameters."""
-        if self._rounded:
-            pairs = [(local(own), local(self.masters[name])) for name, own in self._rounded.items()]
+        if self._written:
+            pairs = [(local(own), local(self.masters[name])) for name, own in self._written.items()]
             torch._foreach_copy_([own for own, _ in pairs], [master for _, master in pairs])
 
     def skip(self) -> None:
@@ -148,11 +166,12 @@ class Optimizer:
         return self._tensors(), {"step": self.step_number}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._rounded:
-            yield f"master/{name}", whole(self.masters[name].detach(), self.params[name])
+        for name in self._written:
+            if name in self._rounded:
+                yield f"master/{name}", whole(self.masters[name].detach(), self.params[name])
         states = {master: state for optimizer in self._torch for master, state in optimizer.state.items()}
         for name, master in self.masters.items():
-            for kind, value in states.get(master, {}).items():
+            for kind, value in moments(states.get(master, {})).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
@@ -180,9 +199,15 @@ class Optimizer:
                     master.copy_(mine)
             else:  # step counters stay where fused kernels want them: with their parameter
                 states.setdefault(master, {})[kind] = mine.to(master.device, copy=True)
-        self._round()
+        with torch.no_grad():
+            for name in self._written.keys() - self._rounded:  # of these the parameter is all there is to know
+                self.masters[name].copy_(self._written[name])
+        self._write()
         for optimizer in self._torch:
             own = {p for group in optimizer.param_groups for p in group["params"]}
+            if self.cfg.name == "adamw8bit":
+                take_back(optimizer, states)
+                continue
             optimizer.state.clear()
             optimizer.state.update({master: state for master, state in states.items() if master in own})
         self.step_number = int(facts["step"])
@@ -198,6 +223,7 @@ def _into(master: nn.Parameter):
             grad = grad.redistribute(placements=p.placements)
         if not isinstance(master, DTensor):
             grad = local(grad)
+        grad = grad.to(master.device)
         if master.grad is None:
             master.grad = grad.float()
         else:

@@ -1,25 +1,28 @@
 """Spreading a module's parameters over ranks, and the way between a whole tensor and a rank's part of it.
 
 A mesh has dimensions out of ``replicate``, ``dp`` and ``tp``, in this order. Ranks that differ in ``tp`` compute the
-same rows together; all others compute rows of their own. Parameters are sharded over ``dp``, once per ``replicate``.
+same tokens together; all others compute tokens of their own: other rows, or with context parallelism another run of the
+same rows' tokens. Parameters are sharded over ``dp``, once per ``replicate``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.config.errors import RequestError
 from verl.layout import Layout
+from verl.models.decoder import Decoder
 from verl.models.policy import Policy
+from verl.models.probe import probe
 from verl.models.scorer import Scorer
 from verl.models.value import Value
 
@@ -32,14 +35,16 @@ ranks and copies over groups (HYBRID_SHARD); everything (NO_SHARD)."""
 def device_mesh(layout: Layout, device_type: str, replicas: int = 1, ranks: Sequence[int] | None = None) -> DeviceMesh:
     """The mesh of ``layout.size`` ``ranks`` of the world, in ascending order (default: all there are).
 
-    ``replicas`` (HYBRID_SHARD) divides ``layout.dp``. Every process of the world calls this, with the same arguments
-    and in the same order of calls; one that isn't among ``ranks`` has no use for the mesh it gets.
+    ``replicas`` (HYBRID_SHARD) divides ``layout.dp * layout.cp``, the mesh's ``replicate`` times ``dp``. Every process
+    of the world calls this, with the same arguments and in the same order of calls; one that isn't among ``ranks`` has
+    no use for the mesh it gets.
     """
-    if layout.cp > 1 or layout.pp > 1:
-        raise RequestError("FSDP takes data and tensor parallel ranks only; context and pipeline sizes must be 1")
-    if layout.dp % replicas:
-        raise RequestError(f"{replicas} replicas don't divide {layout.dp} data-parallel ranks")
-    sizes = {"replicate": replicas, "dp": layout.dp // replicas, "tp": layout.tp}
+    if layout.pp > 1:
+        raise RequestError("FSDP takes data, context and tensor parallel ranks only; the pipeline size must be 1")
+    data = layout.dp * layout.cp
+    if data % replicas:
+        raise RequestError(f"{replicas} replicas don't divide {data} data-parallel ranks")
+    sizes = {"replicate": replicas, "dp": data // replicas, "tp": layout.tp}
     kept = {name: size for name, size in sizes.items() if name == "dp" or size > 1}
     ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
     if len(ranks) != layout.size or ranks != sorted(set(ranks)):
@@ -73,6 +78,29 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def read(module: Policy | Value | Scorer, device_type: str) -> None:
+    """Fill a sharded module whose weights are in their files still: each rank reads its part of them alone."""
+    kept = module.unread
+    if kept is None:
+        return
+    module._apply(lambda t: torch.empty_like(t, device=device_type) if t.is_meta else t)
+    parameters = dict(module.weights())
+    with torch.no_grad():
+        for name, stored in kept.tensors(set(parameters)):
+            if (mine := local(parameters[name])).numel():
+                mine.copy_(part_of(stored, parameters[name]))
+    module.unread = None
+
+
+def prove(module: Policy | Value | Scorer) -> None:
+    """``probe`` a sharded module, on all ranks together. Its parameters are whole in a forward alone."""
+    vars(module)["probed"] = lambda: probe(module.lm if isinstance(module, Decoder) else module.backbone)
+    register_fsdp_forward_method(module, "probed")
+    vars(module).pop("probed")()
+    for unit in units(module):  # back to the sharded parameters
+        unit.reshard()
+
+
 def units(module: nn.Module) -> list[FSDPModule]:
     """The modules that gather and reduce a group of parameters each."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -100,8 +128,9 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
     return part.redistribute(placements=[*inner, part.placements[-1]]).full_tensor()
 
 
-def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``full`` (which every rank has), placed like ``like``; the way back from `whole`."""
+def part_of(full: Any, like: Tensor) -> Tensor:
+    """This rank's part of ``full`` (which every rank has, or can index), placed like ``like``; the way back from
+    `whole`."""
     if not isinstance(like, DTensor):
         return full
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

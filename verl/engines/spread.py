@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.config.errors import RequestError
-from verl.engines.sharding import Sharding, local, shard, units
+from verl.engines.context_parallel import check_heads
+from verl.engines.sharding import Sharding, local, prove, read, shard, units
 from verl.engines.tensor_parallel import parallelize
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
@@ -45,8 +46,9 @@ class Spread:
         mesh: DeviceMesh | None,
         sharding: Sharding,
         compute_dtype: torch.dtype | None,
+        context: Any = None,
     ) -> None:
-        self.mesh, self.sharding = mesh, sharding
+        self.mesh, self.sharding, self.context = mesh, sharding, context
         self.sharded = mesh is not None and sharding != "NO_SHARD" and not isinstance(module, SharedValue)
         if compute_dtype is not None and not self.sharded:
             raise RequestError("compute_dtype rounds sharded parameters; load the model in that dtype instead")
@@ -59,13 +61,20 @@ class Spread:
         if mesh is None:
             return
         self.ranks, self._names = mesh.size(), mesh.mesh_dim_names or ()
+        tp = mesh["tp"].size() if "tp" in self._names else 1
+        if context is not None and not isinstance(module, SharedValue):
+            check_heads(module.config, context.size(), tp)
         if "tp" in self._names:
             per_head = [] if isinstance(module, SharedValue) else parallelize(module, mesh["tp"])
             self._alike = {name for name, p in module.trainable() if not isinstance(p, DTensor)}
             self._per_head = {name for name, p in module.trainable() if any(p is q for q in per_head)}
         if self.sharded:
             assert not isinstance(module, SharedValue)
+            unread = module.unread is not None
             shard(module, mesh, sharding, compute_dtype)
+            if unread:
+                read(module, mesh.device_type)
+                prove(module)
 
     @property
     def first(self) -> bool:
@@ -102,6 +111,9 @@ class Spread:
             if axis == "tp":
                 for name in named.keys() - self._per_head:
                     grads[name].div_(self.mesh["tp"].size())
+        if self.context is not None and isinstance(self._module, SharedValue):  # its head saw all tokens on each
+            for grad in grads.values():
+                grad.div_(self.context.size())
 
     def gather(self, stats: Mapping[str, float], tokens: int, square_sum: float) -> list[Share]:
         """The shares of all ranks, in the same order everywhere; rows that several ranks compute count once."""
@@ -115,7 +127,10 @@ class Spread:
     @property
     def _again(self) -> bool:
         """Whether another rank computes the same rows and counts them."""
-        return self.mesh is not None and "tp" in self._names and self.mesh.get_local_rank("tp") > 0
+        if self.mesh is None:
+            return False
+        beside = "tp" in self._names and self.mesh.get_local_rank("tp") > 0
+        return beside or (self.context is not None and self.context.rank() > 0)
 
     def _of_all(self, mine: T) -> list[T]:
         """What each rank of the mesh has, in the same order everywhere."""

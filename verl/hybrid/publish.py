@@ -31,9 +31,9 @@ Key = tuple[str, Box]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One bucket between two ranks."""
+    """Some tensors' values on their way between two ranks."""
 
-    weights: tuple[str, ...]
+    names: tuple[str, ...]
     dtypes: tuple[str, ...]
     values: int
     bytes: int
@@ -71,15 +71,14 @@ class Corridor:
         incremental: send only values that changed since the last publish, where that is fewer bytes. ``"auto"``:
             where what generation holds is at hand to compare with; ``True``: elsewhere, too, from a copy of what was
             sent; ``False``: never.
-        node: of a rank; near owners send.
     """
 
     def __init__(
         self, table: Table, rank: int, transport: Transport, *, bucket: int = 256 << 20,
-        incremental: Incremental = "auto", node: Callable[[int], int] = lambda rank: 0,
+        incremental: Incremental = "auto",
     ) -> None:  # fmt: skip
         self.table, self.rank, self.transport, self.incremental = table, rank, transport, incremental
-        self.plan = plan(table.weights, table.held, table.wanted, node)
+        self.plan = plan(table.weights, table.held, table.wanted, table.nodes.__getitem__)
         self.near = [move for move in self.plan.moves if move.source == move.target == rank]
         self.buckets = [[m for m in b if rank in (m.source, m.target)] for b in buckets(self.plan.crossing, bucket)]
         crossing = [move for bucket in self.buckets for move in bucket]

@@ -100,7 +100,7 @@ class Plan:
 
 
 def plan(
-    weights: Sequence[Weight], held: Holdings, wanted: Holdings, node: Callable[[int], int] = lambda rank: 0
+    weights: Sequence[Weight], held: Holdings, wanted: Holdings, node: Callable[[int], object] = lambda rank: None
 ) -> Plan:
     """Cover all that is wanted from what is held. ``node``: of a rank; owners on the target's node are nearer.
 

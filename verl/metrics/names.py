@@ -83,6 +83,10 @@ METRICS: dict[str, Metric] = {
         Metric(
             "rollout/effective_share", "share", "effective sample size of trainer / sampler", "near 1; see correction"
         ),
+        Metric("publish/bytes", "bytes", "weights that went from worker to worker, all together", "0: used in place"),
+        Metric("publish/changed", "share", "values that changed, of those compared with the last publish", "small: lr"),
+        Metric("columns/bytes", "bytes", "rows' columns that went from worker to worker", "0 where devices are shared"),
+        Metric("rollout/staleness", "laps", "mean age of the weights that sampled the rows", "at most max_staleness"),
         Metric("correction/weight_mean", "1", "mean importance weight of sampler against trainer", "near 1"),
         Metric("correction/effective_share", "share", "effective sample size / tokens", "low: too far off policy"),
         Metric("correction/changed", "share", "tokens whose weight was capped or set to 0", "high: look at the gap"),
@@ -211,13 +215,18 @@ two equal. Every sink shows the same names.
   is absent then. NaN and infinities are never written: `not_finite` counts them. A mean is
   over the rows that have a value; `<name>/count` beside it says how many.
   After a resume at step k the lines of later steps are cut off.
-- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities.
+- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities. Like `metrics.jsonl`,
+  it is whole up to its last line at every moment and can be read while the run goes on.
 - The terminal: a table of the last steps, or one line per step where the output is no terminal.
 - `tensorboard/`: the same names as scalars, samples as text. `metrics: {tensorboard: false}` turns it off.
 - Prometheus: `metrics: {prometheus_port: 9400}` serves `http://127.0.0.1:9400/metrics`, on this machine only, so a
   scraper elsewhere needs an agent or a tunnel. `/` becomes `_` behind `verl_`: `verl_reward_mean`. Members of a family
   are one metric with a label, whatever users call them: `verl_reward{name="my reward!"}`. A gauge keeps its last value;
-  `verl_step` says how far the run is.
+  `verl_step` says how far the run is. The port is bound before models load: one that is taken stops the run at once.
+- Prometheus and Grafana, ready to use, in `examples/monitoring`: `prometheus.yml` (run `prometheus
+  --config.file=examples/monitoring/prometheus.yml --web.listen-address=127.0.0.1:9090`), `alerts.yml` (a run that is
+  gone or stalls, slow generation, an idle GPU, values that aren't finite, flat rewards) and `grafana-dashboard.json`
+  (Dashboards, New, Import). A run is a target of `prometheus.yml`, with a label `run` that the dashboard chooses by.
 - Alarms: `metrics: {alarms: {generate/latency_p99: 30}}` logs a warning in each step above the limit and counts them.
 
 Means over a lap: `policy/*` and `critic/*` are means over its optimizer steps unless the table says otherwise. "In all"

@@ -13,6 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl.config.errors import RequestError
 from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.packing import Layout, last_hidden
+from verl.models.unread import take
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,6 +60,7 @@ class Decoder(nn.Module):
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
         self.lm = lm
+        self.unread = take(lm)
         without_dropout(lm)
         self.adapter: str | None = None
         if adapted(lm):
@@ -78,6 +80,10 @@ class Decoder(nn.Module):
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that training changes, tied ones once; names are ``lm``'s."""
         return ((name, p) for name, p in self.lm.named_parameters() if p.requires_grad)
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters, tied ones once, by ``lm``'s names."""
+        return self.lm.named_parameters()
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names that ``save_pretrained`` would give them; with adapters, the trained one's alone."""

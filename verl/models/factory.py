@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -21,12 +23,15 @@ from transformers import (
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
+from verl.models import unread
 from verl.models.adapters import base_of, is_adapter_folder, task_of, with_adapter
 from verl.models.decoder import adapted, base_model
 from verl.models.packing import ATTENTION
 from verl.models.probe import probe
 from verl.models.quantize import four_bit, is_four_bit, keep_gradients, warn_of_stacks
 from verl.models.scorer import HEAD, is_scorer, mark, new_head
+
+log = logging.getLogger(__name__)
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
@@ -65,18 +70,24 @@ def load_tokenizer(model: Any, trust_remote_code: bool = False) -> PreTrainedTok
         raise _missing("tokenizer", name_or_path, error) from error
 
 
-def load_model(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+def load_model(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype, in_parts: bool = False) -> nn.Module:
     """A causal LM ready for ``Policy`` or ``Value``: packed attention, no dropout, adapters where ``cfg`` has them.
 
     The source may be an adapter's folder, or a loaded module with an adapter: training goes on with that one. A loaded
     module is taken as it is, not copied, and moved to ``device`` and ``dtype``; from then on it computes on packed rows
     only. The model proves at once that it does so correctly (``probe``).
 
+    ``in_parts``: where that is possible, leave the weights in their files (``unread.build``). The engine that shards
+    the model over ranks reads each rank's part, and then has it proven.
+
     Raises:
         RequestError: no such model, an architecture that packed rows don't suit, adapters that fit nowhere or
             contradict ``cfg``, or a missing package.
     """
     source = _source(cfg)
+    plain = not (cfg.use_lora or cfg.load_in_4bit or cfg.trust_remote_code)
+    if in_parts and plain and isinstance(source, str) and (model := _unread(source, dtype)) is not None:
+        return model
     if not isinstance(source, nn.Module):
         source = _from_pretrained(source, dtype, cfg.trust_remote_code, device if cfg.load_in_4bit else None)
     elif not isinstance(base_model(source), PreTrainedModel):
@@ -125,7 +136,7 @@ def create_model(
     return model.eval()
 
 
-def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that ends a response: the tokenizer's, the configuration's and the generation configuration's."""
     base = base_model(model)
     found: set[int] = set()
@@ -144,11 +155,7 @@ def _source(cfg: ModelConfig) -> Any:
 def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     """Packed attention, placed, probed, with adapters."""
     base = base_model(lm)
-    base.set_attn_implementation(ATTENTION)
-    if base.config._attn_implementation != ATTENTION:
-        raise RequestError(
-            f"{type(base).__name__} doesn't let its attention be replaced, so it can't compute on packed rows"
-        )
+    packed_attention(base)
     if cfg.load_in_4bit and not is_four_bit(base):
         raise RequestError("load_in_4bit quantises a model while it is read: give its name or folder, not the module")
     if isinstance(cfg.model_name_or_path, nn.Module) and not is_four_bit(base):
@@ -166,6 +173,30 @@ def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: t
     return lm
 
 
+def packed_attention(base: PreTrainedModel) -> None:
+    """From now on the model computes on packed rows; ``RequestError`` where its attention can't be replaced."""
+    base.set_attn_implementation(ATTENTION)
+    if base.config._attn_implementation != ATTENTION:
+        raise RequestError(
+            f"{type(base).__name__} doesn't let its attention be replaced, so it can't compute on packed rows"
+        )
+
+
+def _unread(name: str, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The model without its weights; ``None`` where it can't be had so."""
+    if is_adapter_folder(name):
+        return None
+    try:
+        model = unread.build(name, dtype)
+    except (OSError, ValueError) as error:
+        raise _missing("causal language model", name, error) from error
+    if isinstance(model, str):
+        log.info("%s is read whole by each rank and sharded then: %s", name, model)
+        return None
+    packed_attention(model)
+    return model
+
+
 def _from_pretrained(
     name: str, dtype: torch.dtype | None, trust_remote_code: bool, quantise_on: torch.device | str | None = None
 ) -> PreTrainedModel:
@@ -177,7 +208,7 @@ def _from_pretrained(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         return AutoModelForCausalLM.from_pretrained(name, config=config, **how)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _missing("causal language model", name, error) from error
 
 
@@ -205,7 +236,7 @@ def _scorer_from_pretrained(
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, output_loading_info=True, **how
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _missing("sequence-classification model", name, error) from error
     absent = sorted({n for n, _ in model.named_parameters()} & set(info["missing_keys"]))
     if absent and (trained or any(not n.startswith(f"{HEAD}.") for n in absent)):

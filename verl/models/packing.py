@@ -119,6 +119,14 @@ class Packed:
             self.ids.to(device), self.positions.to(device), self.predict.to(device), self.q_lengths, self.k_spans
         )
 
+    def own(self, x: Tensor) -> Tensor:
+        """Of ``x [R, ...]``, those response tokens whose ``predict`` is among these tokens: all."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What ``own`` left, computed on all its ranks -> ``[R, ...]``."""
+        return x
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         del layer
         plain = not options.dropout and not options.softcap and q.shape[-1] == v.shape[-1]  # all the kernel can do

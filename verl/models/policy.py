@@ -106,12 +106,12 @@ class Policy(Decoder):
         known(want, {"hidden"} if "hidden" in want else {"logprobs", "entropy"})
         hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
         if "hidden" in want:
-            return {"hidden": hidden}
+            return {"hidden": packed.whole(hidden)}
         logprobs, entropy = token_logprobs(
             hidden,
             self.head_weight,
             self.head_bias,
-            targets,
+            packed.own(targets),
             temperature=temperature,
             scale=self.logit_scale,
             softcap=self.softcap,
@@ -120,4 +120,4 @@ class Policy(Decoder):
         out = {"logprobs": logprobs}
         if entropy is not None:
             out["entropy"] = entropy
-        return {name: out[name] for name in want}
+        return {name: packed.whole(x) for name, x in out.items() if name in want}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.models.decoder import base_model
-from verl.models.packing import ATTENTION, AttentionOptions, Packed, pack
+from verl.models.packing import ATTENTION, AttentionOptions, Packed, last_hidden, pack
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer, is_scorer
 
@@ -36,24 +36,25 @@ class _Watched:
 
 def probe(lm: nn.Module) -> None:
     """Compare logits of packed rows with those of the model's own (eager) attention, row by row; of a scorer, whose
-    one number says little, the hidden states.
+    one number says little, and of a decoder without a head, the hidden states.
 
     Raises ``RequestError`` that names the model class and what differs. Costs three forwards of about ten tokens.
     """
     base = base_model(lm)
     config = base.config.get_text_config()
     _refuse(base, config)
-    scores = is_scorer(base)
-    model = Scorer(lm) if scores else Policy(lm)
+    bare = not is_scorer(base) and base.get_output_embeddings() is None
+    model = None if bare else Scorer(lm) if is_scorer(base) else Policy(lm)
+    backbone = base if model is None else model.backbone
     embeddings: Any = base.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.arange(1, PROMPT + sum(RESPONSES) + 1) * 7919 % vocabulary
     prompt, *responses = ids.split([PROMPT, *RESPONSES])
-    packed = pack(Ragged.from_rows([prompt] * 2), Ragged.from_rows(responses), [0, 0]).to(model.device)
+    packed = pack(Ragged.from_rows([prompt] * 2), Ragged.from_rows(responses), [0, 0]).to(embeddings.weight.device)
     watched = _Watched(packed)
     with torch.no_grad():
         try:
-            hidden = model.hidden(packed.ids, packed.positions, watched)
+            hidden = last_hidden(backbone, packed.ids, packed.positions, watched)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise RequestError(f"{type(base).__name__} does not compute on packed rows: {error}") from error
         hidden = hidden[packed.predict.values]
@@ -62,19 +63,19 @@ def probe(lm: nn.Module) -> None:
         try:
             parts = []
             for r in responses:
-                ids = torch.cat([prompt, r])[None].to(model.device)
-                if scores:
-                    parts.append(model.backbone(input_ids=ids, use_cache=False).last_hidden_state)
-                else:
+                ids = torch.cat([prompt, r])[None].to(packed.ids.device)
+                if isinstance(model, Policy):
                     parts.append(lm(input_ids=ids, use_cache=False).logits)
+                else:
+                    parts.append(backbone(input_ids=ids, use_cache=False).last_hidden_state)
             theirs = torch.cat([part[0, PROMPT - 1 : -1] for part in parts]).float()
         finally:
             base.set_attn_implementation(ATTENTION)
     _check_windows(base, config, watched.windows)
     gap = ((ours - theirs).norm() / (theirs - theirs.mean(-1, keepdim=True)).norm()).item()
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
+    tolerance = 1e-3 if embeddings.weight.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
     if not gap <= tolerance:
-        what = "hidden states" if scores else "logits"
+        what = "logits" if isinstance(model, Policy) else "hidden states"
         raise RequestError(
             f"{type(base).__name__} gives other {what} on packed rows than by itself (relative difference {gap:.2g}, "
             f"{tolerance:g} is allowed), so training it here would be wrong; this architecture is not supported"

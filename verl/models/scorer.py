@@ -87,4 +87,4 @@ class Scorer(Decoder):
         known(want, {"scores"})
         hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
         bias = None if self.head.bias is None else self.head.bias.float()
-        return {"scores": nn.functional.linear(hidden.float(), self.head.weight.float(), bias)[:, 0]}
+        return {"scores": packed.whole(nn.functional.linear(hidden.float(), self.head.weight.float(), bias)[:, 0])}

@@ -11,6 +11,7 @@ from verl.models.decoder import base_model, known, without_dropout
 from verl.models.naming import copy_by_name
 from verl.models.packing import Packed, last_hidden
 from verl.models.policy import Policy
+from verl.models.unread import take
 
 HIDDEN = "critic_hidden"  # batch column: the backbone's hidden states [R, D], kept by a shared critic between its ops
 
@@ -23,10 +24,11 @@ class _Head(nn.Linear):
         with torch.no_grad():  # values start near 0; drawn on the CPU, so equal on every device
             self.weight.normal_(0, 1 / (width + 1), generator=torch.Generator().manual_seed(seed))
             self.bias.zero_()
-        self.to(device)
+        if device.type != "meta":  # where the backbone is unread still
+            self.to(device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden.float())[:, 0]
+        return super().forward(hidden.float())[:, 0].clone()  # FSDP wants no view
 
 
 class _Valuing(nn.Module):
@@ -60,14 +62,17 @@ class Value(_Valuing):
         without_dropout(base)
         self.prefix = base.base_model_prefix
         self.config = base.config
+        self.unread = take(lm)
         self.backbone = base.get_decoder()
         self.value_head = _Head(base.config.get_text_config().hidden_size, base.device, seed)
         self.eval()
 
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The backbone's parameters by the names of the causal LM."""
+        return self.backbone.named_parameters(prefix=self.prefix)
+
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, p in self.backbone.named_parameters(prefix=self.prefix):
-            if p.requires_grad:
-                yield name, p
+        yield from ((name, p) for name, p in self.weights() if p.requires_grad)
         yield from super().trainable()
 
     def forward(
@@ -77,7 +82,7 @@ class Value(_Valuing):
         del targets, temperature
         known(want, {"values"})
         hidden = last_hidden(self.backbone, packed.ids, packed.positions, packed)
-        return {"values": self.value_head(hidden[packed.predict.values])}
+        return {"values": packed.whole(self.value_head(hidden[packed.predict.values]))}
 
 
 class SharedValue(_Valuing):

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -127,7 +128,17 @@ class NativeEngine:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See ``RolloutEngine``; for a policy whose parameters are this engine's own."""
+        with self.updating(version):
+            self._take(tensors)
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """While open, whoever holds the policy changes its parameters; unless it ends well, nothing generates."""
         self._broken = f"loading version {version} failed"
+        yield
+        self._broken, self.version = "", version
+
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         into = dict(self.policy.shards())
         # of a file layout of its own (a mixture's experts one by one), each call of shards makes the tensors anew
         own = {tensor.data_ptr() for _, tensor in own_tensors(self.policy.lm)}
@@ -142,7 +153,6 @@ class NativeEngine:
             check_fit(into, seen)
         else:
             self.policy.load(seen)
-        self._broken, self.version = "", version
 
     def sleep(self) -> None:
         """Nothing is kept between calls."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +24,20 @@ from verl.data.live import LiveFeed
 from verl.data.loader import PromptFeed
 from verl.dataflow.graph import Plan
 from verl.dataflow.nodes import Op, Rollout
+from verl.hybrid.publish import Report, Transfer
 from verl.runtime.collect import Collected, Lot, Reader, Sampler
 from verl.runtime.crew import ROLES, Crew, Span, located, retrieved
+from verl.runtime.generation import outside
 from verl.runtime.host import gather
 from verl.runtime.load import Workers, layout_of, section_of
 from verl.runtime.orders import Done, Fetch, Order, compact
+from verl.runtime.publish import table_of
 from verl.seats import Seats, seat
 from verl.workers.lap import merged
 from verl.workers.offline import MISMATCHED
 
+log = logging.getLogger(__name__)
+DEBUG = os.environ.get("VERL_DEBUG") == "1"
 JUDGED = -2  # the "lap" of held-out rows
 
 
@@ -49,7 +56,7 @@ class Walk:
     step: int
     kl_coef: float
     lot: Lot
-    holders: dict[str, list[int]] = field(default_factory=dict)  # column -> a bit per host, for each row
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # column -> a bit per host, for each row
     metrics: dict[str, float | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     trained: list[bool] | None = None
@@ -57,8 +64,19 @@ class Walk:
     seats: dict[tuple[str, int], Seats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for column in self.lot.columns:
-            self.holders[column] = [1 << host for host in self.lot.hosts]
+        self.holders = dict.fromkeys(self.lot.columns, tuple(1 << host for host in self.lot.hosts))
+
+    def hold(self, columns: Sequence[str], rows: Sequence[int], bit: int) -> None:
+        """A host has these rows of the columns, too."""
+        made: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for column in columns:
+            old = self.holders[column]
+            if old not in made:
+                holders = list(old)
+                for row in rows:
+                    holders[row] |= bit
+                made[old] = tuple(holders)
+            self.holders[column] = made[old]
 
 
 class Controller:
@@ -74,6 +92,7 @@ class Controller:
             self.source = Reader(cfg, crew, given)
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
         self.step = 0
+        self.published = 0  # the lap whose weights rollouts sample from
         self._failed = ""
         self._ahead: asyncio.Task[Lot] | None = None  # the next lap's rows, sampled while this one ends
         self._before_ahead: dict[str, Any] = {}  # the source's state without them
@@ -85,11 +104,12 @@ class Controller:
 
     # -- one lap ---------------------------------------------------------------------------------------------------
 
-    async def lap(self, *, more: bool = False) -> LapResult:
+    async def lap(self, *, more: bool = False, fresh: bool = False) -> LapResult:
         """Collect, seat, walk the stages, publish. Returns the lap's metrics.
 
-        ``more``: another lap follows at once. Its rows are then collected as soon as the actor is published, while a
-        critic on devices of its own still updates.
+        ``more``: another lap follows at once. Its rows are then collected while this lap trains, where they may be so
+        stale; else as soon as the actor is published, while a critic on devices of its own still updates.
+        ``fresh``: publish even where the interval isn't over.
         """
         if self._failed and not self.crew.alone:
             raise RunError(f"{self._failed} failed, and workers may still wait for each other: resume the run")
@@ -99,29 +119,27 @@ class Controller:
         self._failed = f"step {step}"  # until it ends well: its ops meet in collectives
         walk = Walk(step, self.kl.coef, lot, metrics=dict(lot.metrics))
         *stages, last = [stage for stage in self.plan.stages if stage.kind == "run"]
-        for stage in stages:
-            await gather([self._run(op, walk) for op in stage.ops])
-            await self._release(walk, stage.ops)
-        sampled = isinstance(self.source, Sampler)
-        others = {ROLES.get(op.node.kind, op.node.kind) for op in last.ops} - {"actor"}
-        apart = bool(others) and all(self.crew.placement.disjoint("rollout", role) for role in others)
-        ahead = more and apart and not isinstance(self.feed, LiveFeed)  # what comes in meanwhile is for the next lap
-        published = 0.0
+        due = isinstance(self.source, Sampler) and (fresh or step % self.cfg.hybrid_config.reshard_interval == 0)
+        more = more and isinstance(self.source, Sampler) and not isinstance(self.feed, LiveFeed)  # it waits for rows
+        in_updates = more and due and self._apart(last.ops, but={"actor"})
 
         async def update(op: Op) -> None:
-            nonlocal published
             await self._run(op, walk)
-            if op.node.kind == "actor" and sampled:
-                published = await self._publish(step)
-                if ahead:
-                    self._before_ahead = self.source.state()
-                    self._ahead = asyncio.create_task(self._sample(step + 1))
-                    self._ahead.add_done_callback(retrieved)
+            if op.node.kind == "actor" and due:
+                walk.metrics |= await self._publish(step)
+                if in_updates and self._ahead is None:
+                    self._go_ahead(step + 1)
 
         try:
+            beside = self.cfg.max_staleness >= self.cfg.hybrid_config.reshard_interval
+            if more and beside and self._apart([op for stage in (*stages, last) for op in stage.ops]):
+                self._go_ahead(step + 1)
+            for stage in stages:
+                await gather([self._run(op, walk) for op in stage.ops])
+                await self._release(walk, stage.ops)
             await gather([update(op) for op in last.ops])
-            if sampled and not any(op.node.kind == "actor" for op in last.ops):
-                published = await self._publish(step)
+            if due and not any(op.node.kind == "actor" for op in last.ops):
+                walk.metrics |= await self._publish(step)
         except BaseException:
             await self._give_up_ahead()
             raise
@@ -133,8 +151,10 @@ class Controller:
         end = time.perf_counter()
         self.step, self._failed = step, ""
         metrics = walk.metrics | self._times(lot.collected, walk.seconds)
-        if sampled:
-            metrics |= {"time/publish": published, "kl/coef": walk.kl_coef, "kl/mean": walk.metrics.get("kl/mean")}
+        if isinstance(self.source, Sampler):
+            unpublished: dict[str, float | None] = {"time/publish": 0.0, "publish/bytes": 0.0}
+            metrics = unpublished | metrics
+            metrics |= {"kl/coef": walk.kl_coef, "kl/mean": walk.metrics.get("kl/mean")}
         metrics["time/step"] = end - start
         metrics["throughput/tokens_per_second"] = lot.tokens / (end - start)
         return LapResult(metrics, lot.collected)
@@ -143,12 +163,40 @@ class Controller:
         ahead, self._ahead = self._ahead, None
         return await (self._sample(step) if ahead is None else ahead)
 
+    def _apart(self, ops: Sequence[Op], but: Collection[str] = ()) -> bool:
+        """Whether these ops, and there are some, run on other devices than rollouts do."""
+        roles = {ROLES.get(op.node.kind, op.node.kind) for op in ops} - set(but)
+        return bool(roles) and all(self.crew.placement.disjoint("rollout", role) for role in roles)
+
+    def _go_ahead(self, step: int) -> None:
+        """Begin to sample a lap's rows."""
+        self._before_ahead = self.source.state()
+        self._ahead = asyncio.create_task(self._sample(step))
+        self._ahead.add_done_callback(retrieved)
+
     async def _sample(self, step: int) -> Lot:
+        before = self.published
         with located(step, "collecting"):
             lot = await self.source.collect(step, baseline=self.plan.has("reward.baseline"))
+            self._check_versions(lot, step, before)
         lot.metrics["data/epoch"] = self.feed.epoch
         lot.metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
         return lot
+
+    def _check_versions(self, lot: Lot, step: int, before: int) -> None:
+        """Whether the rows were sampled from what was published meanwhile, and not before what staleness allows."""
+        if lot.collected is None:
+            return
+        oldest = max(before, step - 1 - self.cfg.max_staleness)
+        for row in lot.collected.rows:
+            if not oldest <= row.version <= self.published:
+                raise RunError(
+                    f"worker {row.host} sampled prompt {row.draw.prompt.id} with weights of version {row.version}; "
+                    f"version {self.published} was published"
+                )
+        if self.cfg.max_staleness:
+            stale = [step - 1 - row.version for row in lot.collected.rows]
+            lot.metrics["rollout/staleness"] = sum(stale) / len(stale)
 
     async def _give_up_ahead(self) -> None:
         if self._ahead is not None:
@@ -156,16 +204,39 @@ class Controller:
             await asyncio.gather(self._ahead, return_exceptions=True)
             self._ahead = None
 
-    async def _publish(self, step: int) -> float:
-        """Seconds until every rollout samples from the weights of this lap's end."""
+    async def begin(self) -> None:
+        """Before the first lap: engines that have no weights yet get the start's."""
+        if isinstance(self.source, Sampler) and outside(self.cfg):
+            await self._publish(self.step)
+
+    async def publish(self) -> None:
+        """Rollouts sample from the newest weights, where the interval left them older ones."""
+        if self.published != self.step:
+            await self._publish(self.step)
+
+    async def _publish(self, step: int) -> dict[str, float | None]:
+        """Every rollout samples from the weights of this lap's end; what it took."""
         ranks = sorted({*self.crew.of("actor"), *self.crew.of("rollout")})
         start = time.time()
         with located(step, "publish"):
             async with self.crew.hold(ranks):
-                seconds = await self.crew.each("publish", {rank: (step,) for rank in ranks})
+                reports: dict[int, Report] = await self.crew.each("publish", {rank: (step, DEBUG) for rank in ranks})
+        self.published = step
         for rank in ranks:
             self.crew.record(Span("publish", rank, step, start, time.time()))
-        return max(seconds.values())
+        self._tell([t for rank, r in reports.items() for t in r.transfers if t.target == rank], f"publish {step}")
+        told = list(reports.values())
+        metrics: dict[str, float | None] = {"time/publish": max(r.seconds for r in told)}
+        metrics["publish/bytes"] = float(sum(r.received_bytes for r in told))
+        if compared := sum(r.compared for r in told):
+            metrics["publish/changed"] = sum(r.changed for r in told) / compared
+        return metrics
+
+    @staticmethod
+    def _tell(transfers: list[Transfer], during: str) -> None:
+        """With VERL_DEBUG=1, what went from host to host."""
+        if DEBUG and transfers:
+            log.info("%s:\n%s", during, table_of(transfers))
 
     async def judge(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and metrics of held-out rows, without an update."""
@@ -194,6 +265,9 @@ class Controller:
             async with self.crew.hold(list(orders)):
                 done: dict[int, Done] = await self.crew.each("run", {rank: (o,) for rank, o in orders.items()})
         told = list(done.values())
+        fetched = [transfer for d in told for transfer in d.fetched]
+        self._tell(fetched, f"step {walk.step}, {op.label}")
+        walk.metrics["columns/bytes"] = (walk.metrics.get("columns/bytes") or 0.0) + sum(t.bytes for t in fetched)
         walk.seconds[op.label] = max(d.end - d.start for d in told)
         walk.metrics |= merged([d.metrics for d in told])
         for rank, d in done.items():
@@ -203,31 +277,31 @@ class Controller:
         if told[0].kl_per_response is not None:
             walk.kl_per_response = told[0].kl_per_response
         written: dict[str, dict[int, int]] = {}
+        rows = {rank: order.rows for rank, order in orders.items()}
         for rank, d in done.items():
             for fetch in orders[rank].fetch:
-                for column in fetch.columns:
-                    for row in fetch.rows:
-                        walk.holders[column][row] |= 1 << rank
+                walk.hold(fetch.columns, fetch.rows, 1 << rank)
             for column in d.columns:
                 bits = written.setdefault(column, {})
-                for row in orders[rank].rows:
+                for row in rows[rank]:
                     bits[row] = bits.get(row, 0) | 1 << rank
         for column, bits in written.items():
-            holders = walk.holders.setdefault(column, [0] * len(walk.lot))
+            holders = list(walk.holders.get(column, [0] * len(walk.lot)))
             for row, bit in bits.items():
                 holders[row] = bit
+            walk.holders[column] = tuple(holders)
 
     def _orders(self, op: Op, ranks: Sequence[int], walk: Walk, judge: bool) -> dict[int, Order]:
         role, lot = op.node.kind, walk.lot
         columns = tuple(c for c in dict.fromkeys((*op.reads, *op.uses, *op.keeps)) if c in walk.holders)
 
-        def order(rank: int, rows: Sequence[int], forward: Seats | None = None, update: Seats | None = None) -> Order:
-            fetch = self._fetches(rank, rows, columns, walk)
+        def order(rank: int, forward: Seats | None, update: Seats | None, others: Sequence[int] = ()) -> Order:
             name = "judge" if judge else op.name
-            return Order(role, name, walk.step, walk.kl_coef, rows, columns, forward, update, fetch)
+            asked = Order(role, name, walk.step, walk.kl_coef, columns, forward, update, others)
+            return dataclasses.replace(asked, fetch=self._fetches(rank, asked.rows, columns, walk))
 
         if op.seats == "one":
-            return {ranks[0]: order(ranks[0], range(len(lot)))}
+            return {ranks[0]: order(ranks[0], None, None, range(len(lot)))}
         layout = layout_of(section_of(self.cfg, role).fsdp_config, len(ranks))
         forward = self._forward_seats(walk, layout.dp)
         update = None
@@ -242,15 +316,13 @@ class Controller:
             place, everything = layout.place(i).dp, range(len(lot))
             if update is None:
                 mine = forward.share(place, everything)
-                orders[rank] = order(rank, compact(sorted({r for micro in mine.rows(0) for r in micro})), mine)
+                orders[rank] = order(rank, mine, None)
                 continue
-            mine = update.share(place, everything)
-            micros = mine.rows(0)
+            mine, partners = update.share(place, everything), []
             if MISMATCHED in walk.holders:  # a row of KTO's and the partner that has its prompt go together
                 partner = {lot.groups[r]: r for r in lot.untrained}
-                micros = micros + [[partner[lot.groups[r]] for r in micro] for micro in micros]
-            rows = compact(sorted({r for micro in micros for r in micro}))
-            orders[rank] = order(rank, rows, None, mine)
+                partners = [partner[lot.groups[r]] for micro in mine.rows(0) for r in micro]
+            orders[rank] = order(rank, None, mine, partners)
         return orders
 
     def _fetches(self, rank: int, rows: Sequence[int], columns: Sequence[str], walk: Walk) -> tuple[Fetch, ...]:
@@ -258,9 +330,11 @@ class Controller:
         if self.crew.alone:
             return ()
         wanted: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        alike: dict[tuple[int, ...], list[str]] = {}
         for column in columns:
+            alike.setdefault(walk.holders[column], []).append(column)
+        for holders, names in alike.items():
             by_host: dict[int, list[int]] = {}
-            holders = walk.holders[column]
             for row in rows:
                 bits = holders[row]
                 if bits and not bits >> rank & 1:
@@ -269,8 +343,8 @@ class Controller:
                 elsewhere = (bits for bits in holders if bits and not bits >> rank & 1)
                 by_host = {(bits & -bits).bit_length() - 1: [] for bits in itertools.islice(elsewhere, 1)}
             for host, missing in by_host.items():
-                wanted.setdefault((host, tuple(missing)), []).append(column)
-        return tuple(Fetch(host, compact(list(missing)), tuple(names)) for (host, missing), names in wanted.items())
+                wanted.setdefault((host, tuple(missing)), []).extend(names)
+        return tuple(Fetch(host, compact(list(missing)), tuple(found)) for (host, missing), found in wanted.items())
 
     async def _release(self, walk: Walk, ops: Sequence[Op]) -> None:
         """Drop the columns whose last reader has run."""
@@ -350,14 +424,14 @@ class Controller:
         return {"step": self.step, "kl": self.kl.state(), **source}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step = self.published = state["step"]
         self.source.restore(state)
         self.kl.restore(state["kl"])
 
-    async def snapshot(self, copy: bool) -> dict[str, Any]:
+    async def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """Every host notes its part of a checkpoint; what of the optimizers is plain JSON."""
         facts: dict[str, Any] = {}
-        for scalars in (await self.crew.everywhere("snapshot", copy)).values():
+        for scalars in (await self.crew.everywhere("snapshot", copy, whole)).values():
             facts |= scalars
         return facts
 

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,12 +34,13 @@ from verl.config.load import memory_advice
 from verl.config.run import RunConfig
 from verl.data.loader import PromptDataset
 from verl.dataflow.placement import Placement
+from verl.hybrid.publish import Report
 from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
 from verl.runtime.data import training_prompts
 from verl.runtime.load import Workers, load
-from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown
+from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown, transfer_of
 from verl.workers.lap import Lap
 from verl.workers.rollout import Draw, Row, reward_row
 
@@ -132,6 +134,7 @@ class Host:
     async def _generate(self, ask: Ask) -> Sampled:
         start, rollout, rewards = time.perf_counter(), self._ready.rollout, self._ready.rewards
         assert rollout is not None
+        await asyncio.to_thread(self._compute, rollout.engine.wake)
         drawn = await asyncio.to_thread(self._draws, ask.draws)
         has_model = rewards is not None and rewards.has_model
         number = {draw.id: ask.first + i * ask.n for i, draw in enumerate(drawn)}
@@ -237,15 +240,10 @@ class Host:
         self._laps[POOL].clear()
 
     def show(self, step: int, rows: list[int]) -> list[Shown]:
-        """Texts of sampled rows, for people."""
-        assert self._tokenizer is not None
+        """Tokens of sampled rows, for people."""
         batch = self._shelf(step).batch(rows, ("response_ids", "sampled_logprobs"))
         return [
-            Shown(
-                str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
-                array("i", ids.tolist()),
-                array("f", logprobs.tolist()),
-            )
+            Shown(array("i", ids.tolist()), array("f", logprobs.tolist()))
             for ids, logprobs in zip(
                 batch.ragged("response_ids").rows(), batch.ragged("sampled_logprobs").rows(), strict=True
             )
@@ -261,57 +259,71 @@ class Host:
         """One op: bring what lies elsewhere, compute, keep what was written."""
         shelf = self._shelf(order.step)
         with self._located(f"{order.role}.{order.op}"):
+            fetched = []
             for fetch in order.fetch:
+                start = time.perf_counter()
                 part = self.context.peer(fetch.host).call("give", order.step, fetch.rows, fetch.columns)
+                seconds = time.perf_counter() - start
+                fetched.append(transfer_of(part, seconds, fetch.host, self.context.rank))
                 shelf.put(fetch.rows, part)
-            return self._compute(lambda: self._op(order, shelf))
+            return replace(self._compute(lambda: self._op(order, shelf)), fetched=fetched)
 
     def _op(self, order: Order, shelf: Shelf) -> Done:
+        if self._ready.rollout is not None:  # its memory is the op's
+            self._ready.rollout.engine.sleep()
         start = time.time()
-        batch = shelf.batch(order.rows, order.columns)
+        rows = order.rows
+        batch = shelf.batch(rows, order.columns)
         if "group" in batch:  # numbers of the lap's groups here, from 0
             batch["group"] = batch.tensor("group").unique(return_inverse=True)[1]
-        batch["row"] = torch.tensor(order.rows, dtype=torch.int64)
+        batch["row"] = torch.tensor(rows, dtype=torch.int64)
         before = dict(batch.columns)
         lap = Lap(order.step, order.kl_coef)
         if order.forward is not None:
-            lap.forward = order.forward.share(0, order.rows)
+            lap.forward = order.forward.share(0, rows)
         if order.update is not None:
-            lap.update = order.update.share(0, order.rows)
+            lap.update = order.update.share(0, rows)
         with _nvtx(self.device, f"{order.role}.{order.op}"):
             result = getattr(getattr(self._ready, order.role), order.op)(batch, lap)
         written = {name: column for name, column in batch.columns.items() if before.get(name) is not column}
-        shelf.put(order.rows, Batch(batch.ids, written))
+        shelf.put(rows, Batch(batch.ids, written))
         metrics = lap.metrics | result if isinstance(result, dict) else lap.metrics
         return Done(start, time.time(), metrics, tuple(written), lap.trained, lap.kl_per_response)
 
-    def publish(self, version: int) -> float:
-        """Rollouts sample from the actor's present weights from now on. Seconds; all hosts of both roles call it."""
+    def publish(self, version: int, detail: bool = False) -> Report:
+        """Rollouts sample from the actor's present weights from now on. All hosts of both roles call it together.
+
+        ``detail``: the report has a line per transfer.
+        """
         start = time.perf_counter()
         with self._located("publish"):
-            self._compute(lambda: self._ready.publisher.publish(version))
-        return time.perf_counter() - start
+            report = self._compute(lambda: self._ready.publisher.publish(version))
+        return replace(report, seconds=time.perf_counter() - start, transfers=report.transfers if detail else [])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def snapshot(self, copy: bool) -> dict[str, Any]:
+    def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes
-        on before it is written."""
-        return self._compute(lambda: self._snapshot(copy))
+        on before it is written. ``whole``: everything that is trained, with its optimizer; else the policy alone."""
+        return self._compute(lambda: self._snapshot(copy, whole))
 
-    def _snapshot(self, copy: bool) -> dict[str, Any]:
+    def _snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         workers = self._ready
         parts: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         for name, engine in workers.engines.items():  # on every host in this order: shards are gathered
+            if name != "actor" and not whole:
+                continue
             first = self.context.rank == self.placement.ranks(name)[0]
             alone = len(self.placement.ranks(name)) == 1
             shards = {n: t if alone else t.cpu() for n, t in engine.shards() if first}
-            tensors, scalars = engine.state()
+            tensors, scalars = engine.state() if whole else ({}, {})
             if copy:
                 shards, tensors = snapshot(shards), snapshot(tensors)
             if first:
-                parts[name], parts[f"{name}_optimizer"], facts[name] = shards, tensors, scalars
+                parts[name], facts[name] = shards, scalars
+                if whole:
+                    parts[f"{name}_optimizer"] = tensors
         files = {}
         if "actor" in parts:
             assert workers.trained is not None
@@ -330,6 +342,8 @@ class Host:
         def take() -> None:
             checkpoint = Checkpoint.open(Path(folder), checksums=False)
             for name, engine in self._ready.engines.items():
+                if name not in facts:
+                    raise RequestError(f"{folder} holds no {name}, which is trained now")
                 engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), facts[name])
 
         self._compute(take)

@@ -23,16 +23,17 @@ from verl.config.rules import number_of_rewards
 from verl.config.run import RunConfig
 from verl.dataflow.placement import Placement
 from verl.engines.base import TrainEngine
+from verl.engines.context_parallel import context_group
 from verl.engines.fsdp import FsdpEngine
 from verl.engines.sharding import device_mesh
 from verl.layout import Layout
-from verl.models.factory import eos_ids, load_model, load_scorer, load_tokenizer, resolve_dtype
+from verl.models.factory import load_model, load_scorer, load_tokenizer, resolve_dtype
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 from verl.rewards.base import Rewards, build_rewards
-from verl.rollout.native import NativeEngine
-from verl.runtime.publish import Publisher
+from verl.runtime.generation import outside, rollout_engine
+from verl.runtime.publish import Plainly, Publisher, Through
 from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker, ProcessRewardWorker
 from verl.workers.frozen import ReferenceWorker, TeacherWorker
@@ -64,11 +65,13 @@ class Workers:
         return {role: worker.engine for role, worker in roles.items() if worker is not None}
 
     def close(self) -> None:
-        """End scoring processes and threads; a second call does nothing."""
+        """End scoring processes, engines and threads; a second call does nothing."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.compute.shutdown, wait=False, cancel_futures=True)  # a second Ctrl-C waits for nothing
             if self.rewards is not None:
                 stack.callback(self.rewards.close)
+            if self.rollout is not None:
+                stack.callback(self.rollout.engine.close)
 
 
 def load(
@@ -100,26 +103,40 @@ def load(
             model_config: Any = module.config
             if limit := getattr(model_config.get_text_config(), "max_position_embeddings", None):
                 check_context(cfg, limit)
-        mesh, sharding = meshes.of(role), config.fsdp_config.sharding_strategy
-        return FsdpEngine(module, config.optimizer, steps, cfg.gradient_checkpointing, mesh, sharding)
+        mesh, context = meshes.of(role)
+        fsdp = config.fsdp_config
+        return FsdpEngine(
+            module, config.optimizer, steps, cfg.gradient_checkpointing, mesh, fsdp.sharding_strategy, context=context,
+            cpu_offload=fsdp.cpu_offload,
+        )  # fmt: skip
+
+    def sharded(*roles: str) -> bool:
+        """Whether no rank needs the roles' models whole."""
+        sections = [section_of(cfg, role).fsdp_config for role in roles if meshes.of(role)[0] is not None]
+        return 0 < len(roles) == len(sections) and all(s.sharding_strategy != "NO_SHARD" for s in sections)
 
     # first all modules: what is copied from the actor's start must be copied while it is whole
     trained: Policy | Scorer | None = None
     start: Policy | None = None  # the starting policy, where something but the actor itself needs it
-    if mine & {"actor", "rollout", "reference"}:
+    if mine & ({"actor", "reference"} if outside(cfg) else {"actor", "rollout", "reference"}):
         dtype = resolve_dtype(actor_cfg.dtype, device)
         with _seeded(cfg.seed):
             if recipe.trains == "scorer":
                 trained = Scorer(load_scorer(actor_cfg, device, dtype, cfg.seed))
             else:
-                trained = start = Policy(load_model(actor_cfg, device, dtype))
+                shares = critic_cfg is not None and critic_cfg.shares is not None
+                in_parts = not shares and sharded(*mine & {"actor", "reference"})
+                trained = start = Policy(load_model(actor_cfg, device, dtype, in_parts))
     in_place = samples_in_place(cfg, placement)
     together = "reference" in placement.roles and set(placement.ranks("reference")) == set(placement.ranks("actor"))
     adapters_off = together and start is not None and start.has_adapters
     copied: Policy | None = None  # what generates, where that isn't the actor itself
-    if "rollout" in mine and not in_place:
+    if "rollout" in mine and not in_place and not outside(cfg):
         assert start is not None
-        copied = _frozen(start) if "actor" in mine else start.requires_grad_(False)
+        if start.unread is not None:  # what generates is whole
+            copied = Policy(load_model(actor_cfg, device, start.dtype)).requires_grad_(False)
+        else:
+            copied = _frozen(start) if "actor" in mine else start.requires_grad_(False)
     frozen = _frozen(start) if "reference" in mine and start is not None and not adapters_off else None
     if "actor" not in mine:
         trained = None
@@ -128,10 +145,11 @@ def load(
     value = judge = judge_start = None
     if critic_cfg is not None:
         with _seeded(cfg.seed):
-            value = _value_model(critic_cfg, trained, device, cfg.seed)
+            value = _value_model(critic_cfg, trained, device, cfg.seed, sharded("critic"))
     if judge_cfg is not None:
         with _seeded(cfg.seed):
-            judge = Policy(load_model(judge_cfg, device, resolve_dtype(judge_cfg.dtype, device)))
+            dtype = resolve_dtype(judge_cfg.dtype, device)
+            judge = Policy(load_model(judge_cfg, device, dtype, sharded("process_reward")))
         judge_start = _frozen(judge)
 
     workers = Workers(ThreadPoolExecutor(1, "compute"), Publisher())
@@ -147,7 +165,8 @@ def load(
     if "teacher" in mine:
         teacher_cfg = cfg.teacher_model_config
         assert teacher_cfg is not None
-        teacher = Policy(load_model(teacher_cfg, device, resolve_dtype(teacher_cfg.dtype, device)))
+        dtype = resolve_dtype(teacher_cfg.dtype, device)
+        teacher = Policy(load_model(teacher_cfg, device, dtype, sharded("teacher")))
         workers.teacher = TeacherWorker(engine(teacher.requires_grad_(False), teacher_cfg, "teacher"), cfg)
     if judge is not None and judge_start is not None and judge_cfg is not None:
         frozen_engine = engine(judge_start, judge_cfg, "process_reward")
@@ -157,16 +176,24 @@ def load(
         workers.critic = CriticWorker(engine(value, critic_cfg, "critic"), cfg)
     if "rollout" in mine:
         policy = copied if copied is not None else trained
-        assert isinstance(policy, Policy)
-        rollout = NativeEngine(policy, eos_ids(policy.lm, tokenizer), cfg.rollout.max_rows, tokenizer)
-        workers.compute.shutdown()
-        workers.compute = rollout.thread  # who samples and who trains take turns
+        dtype = resolve_dtype(actor_cfg.dtype, device)
+        rollout = rollout_engine(cfg, policy if isinstance(policy, Policy) else None, tokenizer, device, dtype)
+        if (thread := getattr(rollout, "thread", None)) is not None:  # who samples and who trains take turns
+            workers.compute.shutdown()
+            workers.compute = thread
         workers.rollout = RolloutWorker(rollout)
-    if recipe.samples and not in_place:
-        source = workers.actor.engine if workers.actor is not None else None
-        workers.publisher = Publisher.between(placement, context, source, copied, meshes.senders)
-    if workers.rollout is not None:
-        workers.publisher.engines.append(workers.rollout.engine)
+    generating = workers.rollout.engine if workers.rollout is not None else None
+    if in_place or not recipe.samples:
+        workers.publisher.engines += [generating] if generating is not None else []
+    elif mine & {"actor", "rollout"}:
+        policy = trained if isinstance(trained, Policy) else None
+        if cfg.hybrid_engine or outside(cfg):
+            link = placement, context, policy, meshes.corridor, generating, device
+            workers.publisher = Through(*link, cfg.hybrid_config, by_files=outside(cfg))
+        else:
+            source = workers.actor.engine if workers.actor is not None else None
+            like = dict(copied.shards()) if copied is not None and source is None else {}
+            workers.publisher = Plainly(placement, context, source, meshes.senders, generating, like)
     if "reward_model" in mine and number_of_rewards(cfg):
         workers.rewards = build_rewards(cfg, device)
     if device.type == "cuda":
@@ -176,7 +203,7 @@ def load(
 
 def layout_of(cfg: FsdpConfig, ranks: int) -> Layout:
     """How a role's ranks share its work."""
-    return Layout.of(ranks, tp=cfg.tensor_parallel_size)
+    return Layout.of(ranks, tp=cfg.tensor_parallel_size, cp=cfg.context_parallel_size)
 
 
 def section_of(cfg: RunConfig, role: str) -> ModelConfig:
@@ -189,8 +216,9 @@ def section_of(cfg: RunConfig, role: str) -> ModelConfig:
 
 
 def samples_in_place(cfg: RunConfig, placement: Placement) -> bool:
-    """Whether rollouts use the actor's own parameters: each rank of theirs holds the actor whole."""
-    if "rollout" not in placement.roles:
+    """Whether rollouts use the actor's own parameters: each rank of theirs holds the actor whole, and they are to be
+    the newest."""
+    if "rollout" not in placement.roles or cfg.hybrid_config.reshard_interval > 1 or outside(cfg):
         return False
     actor, fsdp = placement.ranks("actor"), cfg.actor_model_config.fsdp_config
     whole = len(actor) == 1 or (fsdp.sharding_strategy == "NO_SHARD" and fsdp.tensor_parallel_size == 1)
@@ -201,8 +229,9 @@ class _Meshes:
     """The process group of all hosts, and a mesh for every set of ranks that shares a model."""
 
     def __init__(self, cfg: RunConfig, placement: Placement, context: Context, device: torch.device) -> None:
-        self._of: dict[str, DeviceMesh | None] = {}
-        self.senders: Any = None  # process group of the actor's first rank and the hosts that only sample
+        self._of: dict[str, tuple[DeviceMesh, Any]] = {}
+        self.corridor: Any = None  # process group of actor and rollouts
+        self.senders: Any = None  # of the actor's first rank and the hosts that only sample
         if context.size == 1:
             return
         cuda = any(d.kind == "cuda" for d in placement.devices)
@@ -210,26 +239,31 @@ class _Meshes:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, context.meet, MEETING, world_size=context.size, rank=context.rank)
-        made: dict[Any, DeviceMesh] = {}
+        made: dict[Any, tuple[DeviceMesh, Any]] = {}
         for role, ranks in sorted(placement.roles.items()):
             if len(ranks) == 1 or role in ("rollout", "reward_model"):
                 continue
             fsdp = section_of(cfg, role).fsdp_config
             layout = layout_of(fsdp, len(ranks))
             hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
-            replicas = layout.dp // (fsdp.shard_size or layout.dp) if hybrid else 1
+            data = layout.dp * layout.cp
+            replicas = data // (fsdp.shard_size or data) if hybrid else 1
             kind = placement.devices[ranks[0]].kind
             key = (ranks, layout, replicas)
             if key not in made:  # every host makes every mesh, in the same order
-                made[key] = device_mesh(layout, kind, replicas, ranks)
+                made[key] = device_mesh(layout, kind, replicas, ranks), context_group(layout, ranks)
             self._of[role] = made[key]
         if cfg.algorithm.recipe.samples and not samples_in_place(cfg, placement):
+            both = sorted({*placement.ranks("actor"), *placement.ranks("rollout")})
             only = [r for r in placement.ranks("rollout") if r not in placement.ranks("actor")]
-            if only:
+            if (cfg.hybrid_engine or outside(cfg)) and len(both) > 1:
+                self.corridor = dist.new_group(both)
+            if only and not cfg.hybrid_engine:
                 self.senders = dist.new_group([placement.ranks("actor")[0], *only])
 
-    def of(self, role: str) -> DeviceMesh | None:
-        return self._of.get(role)
+    def of(self, role: str) -> tuple[DeviceMesh | None, Any]:
+        """The role's mesh, and this rank's group of those that share its rows."""
+        return self._of.get(role, (None, None))
 
 
 def _frozen(policy: Policy) -> Policy:
@@ -279,10 +313,10 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _value_model(
-    cfg: CriticConfig, policy: Policy | Scorer | None, device: torch.device, seed: int
+    cfg: CriticConfig, policy: Policy | Scorer | None, device: torch.device, seed: int, in_parts: bool
 ) -> Value | SharedValue:
     """A head on the actor's backbone, or on a backbone of its own."""
     if cfg.shares == "actor":
         assert isinstance(policy, Policy)
         return SharedValue(policy, seed)
-    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device)), seed)
+    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device), in_parts), seed)

@@ -6,7 +6,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.batch import Batch
+from torch import Tensor
+
+from verl.batch import Batch, Ragged
+from verl.hybrid.publish import Transfer
 from verl.rewards.base import Scores
 from verl.rollout.base import Sampling
 from verl.seats import Seats
@@ -33,17 +36,26 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Order:
-    """One op on the rows of one rank. ``forward`` and ``update`` are that rank's seats alone."""
+    """One op on the rows of one rank. ``forward`` and ``update`` are that rank's seats alone; ``others``: rows that the
+    op sees beside those, or all its rows where it has no seats."""
 
     role: str
     op: str
     step: int
     kl_coef: float
-    rows: Sequence[int]
     columns: tuple[str, ...]  # that the op may see
     forward: Seats | None = None
     update: Seats | None = None
+    others: Sequence[int] = ()
     fetch: tuple[Fetch, ...] = ()
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """All rows of the op here, ascending."""
+        seated = [seats.rows(0) for seats in (self.forward, self.update) if seats is not None]
+        if not seated:
+            return self.others
+        return compact(sorted({row for micros in seated for micro in micros for row in micro}.union(self.others)))
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,20 @@ class Done:
     columns: tuple[str, ...]  # written for the order's rows
     trained: list[bool] | None = None
     kl_per_response: float | None = None
+    fetched: Sequence[Transfer] = ()  # columns that came from other hosts
+
+
+def transfer_of(part: Batch, seconds: float, source: int, target: int) -> Transfer:
+    """Columns that came from another host; of those that are no tensors the size isn't counted."""
+    values = {name: column.values if isinstance(column, Ragged) else column for name, column in part.columns.items()}
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    return Transfer(
+        tuple(values),
+        tuple(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
+        sum(tensor.numel() for tensor in tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        seconds, source, target,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,9 +128,8 @@ class Accept:
 
 @dataclass(frozen=True)
 class Shown:
-    """A sampled row for people."""
+    """A sampled row, for people."""
 
-    text: str
     ids: array[int]
     logprobs: array[float]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.cluster.group import Context
+from verl.config.engine import HybridConfig
+from verl.config.errors import RunError
 from verl.dataflow.placement import Placement
 from verl.engines.base import TrainEngine
-from verl.models.naming import copy_by_name, own_tensors
+from verl.hybrid.publish import Corridor, Report, Transfer
+from verl.hybrid.table import Table, parts_of
+from verl.hybrid.transport import Alone, Distributed
+from verl.models.naming import own_tensors
 from verl.models.policy import Policy
 from verl.rollout.base import RolloutEngine
+from verl.rollout.native import NativeEngine
 
 
 class Publisher:
@@ -23,61 +30,129 @@ class Publisher:
     def __init__(self) -> None:
         self.engines: list[RolloutEngine] = []  # of this host
 
-    @staticmethod
-    def between(
-        placement: Placement, context: Context, source: TrainEngine | None, copy: Policy | None, senders: Any
-    ) -> Publisher:
-        """``source``: the actor's engine where it is here; ``copy``: what samples here, if something does;
-        ``senders``: the process group of the actor's first rank and the hosts that only sample."""
-        kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
-        return _Copier(placement.ranks("actor")[0], context.rank, source, copy, senders, by_cpu=len(kinds) > 1)
-
-    def publish(self, version: int) -> None:
-        self._move()
+    def publish(self, version: int) -> Report:
         for engine in self.engines:
             engine.version = version
-
-    def _move(self) -> None:
-        pass
+        return Report(version)
 
 
-class _Copier(Publisher):
-    """Whole tensors, one at a time: gathered over the actor's ranks, and sent by the first to those without."""
+class Through(Publisher):
+    """By the corridor: each rank gets what it lacks. All hosts of both roles make one together.
+
+    Args:
+        trained: the actor, where it is here.
+        group: process group of the hosts; ``None``: this one is alone.
+        engine: what samples here, if something does, from weights of its own.
+        by_files: under the names and in the shapes of model files, which engines of other kinds read.
+    """
 
     def __init__(
-        self, first: int, rank: int, source: TrainEngine | None, copy: Policy | None, senders: Any, by_cpu: bool
-    ) -> None:
+        self, placement: Placement, context: Context, trained: Policy | None, group: Any,
+        engine: RolloutEngine | None, device: torch.device, cfg: HybridConfig, by_files: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.first, self.rank, self.source, self.copy, self.senders = first, rank, source, copy, senders
-        self.by_cpu = by_cpu  # the way from one kind of device to another
+        self.by_files = by_files
+        if engine is not None:
+            self.engines.append(engine)
+        self.rank, self.trained, self.engine = context.rank, trained, engine
+        streams = engine is not None and not isinstance(engine, NativeEngine)
+        table = Table.of(self._source(), self._target() or {}, streams, rank=context.rank, group=group)
+        kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
+        wire = device if len(kinds) == 1 else torch.device("cpu")  # the way from one kind of device to another
+        self.corridor = Corridor(
+            table, context.rank, Alone(wire) if group is None else Distributed(group, wire),
+            bucket=cfg.bucket_mib << 20, incremental=cfg.incremental,
+        )  # fmt: skip
+
+    def publish(self, version: int) -> Report:
+        source, target = self._source(), self._target()
+        if isinstance(self.engine, NativeEngine):
+            with self.engine.updating(version):
+                for _ in self.corridor.flow(version, source, target, self.engine.version):
+                    pass
+        else:
+            flow = self.corridor.flow(version, source)
+            if self.engine is not None:
+                self.engine.wake()
+                self.engine.load(flow, version)
+            for name, _ in flow:  # without an engine this rank wants nothing
+                raise RunError(f"the rollout engine did not take {name}")
+        return self.corridor.report
+
+    def _source(self) -> Any:
+        if self.trained is None:
+            return {}
+        return parts_of(dict(self.trained.shards()) if self.by_files else in_place(self.trained))
+
+    def _target(self) -> Any:
+        if not isinstance(self.engine, NativeEngine):
+            return None
+        return parts_of(in_place(self.engine.policy))
+
+
+class Plainly(Publisher):
+    """Whole tensors, one at a time: gathered over the actor's ranks, and sent by the first to those without.
+
+    Args:
+        source: the actor's engine, where it is here.
+        group: process group of the actor's first rank and the hosts that only sample; ``None``: there are none.
+        like: on a host that only samples, tensors of the actor's names and shapes.
+    """
+
+    def __init__(
+        self, placement: Placement, context: Context, source: TrainEngine | None, group: Any,
+        engine: RolloutEngine | None, like: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if engine is not None:
+            self.engines.append(engine)
+        kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
+        self.by_cpu = len(kinds) > 1  # the way from one kind of device to another
+        self.first, self.rank = placement.ranks("actor")[0], context.rank
+        self.ranks = len(placement.ranks("actor"))
+        self.source, self.group, self.engine, self.like = source, group, engine, like
 
     @torch.no_grad()
-    def _move(self) -> None:
-        if self.source is None and self.copy is None:
-            return
-        into = dict(self.copy.shards()) if self.copy is not None else {}
-        # of a file layout of its own (a mixture's experts one by one), each call of shards makes the tensors anew
-        own = {} if self.copy is None else {t.data_ptr() for _, t in own_tensors(self.copy.lm)}
-        aliased = all(tensor.data_ptr() in own for tensor in into.values())
-        kept: dict[str, Tensor] = {}
-        for name, tensor in self._tensors(into):
-            if self.copy is None:
-                continue
-            if aliased:
-                copy_by_name({name: into[name]}, {name: tensor})
-            else:
-                kept[name] = tensor
-        if kept and self.copy is not None:
-            self.copy.load(kept)
+    def publish(self, version: int) -> Report:
+        report, start = Report(version), time.perf_counter()
+        tensors = self._tensors(report)
+        if self.engine is not None:
+            self.engine.load(tensors, version)
+        for _ in tensors:
+            pass
+        report.full_bytes, report.seconds = report.sent_bytes + report.received_bytes, time.perf_counter() - start
+        return report
 
-    def _tensors(self, into: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, report: Report) -> Iterator[tuple[str, Tensor]]:
         if self.source is not None:
             for name, tensor in self.source.shards():
-                if self.senders is not None and self.rank == self.first:
-                    dist.broadcast((tensor.cpu() if self.by_cpu else tensor).contiguous(), self.first, self.senders)
+                if self.ranks > 1:  # gathered: all but this rank's part came in
+                    report.received_bytes += tensor.nbytes * (self.ranks - 1) // self.ranks
+                if self.group is not None and self.rank == self.first:
+                    dist.broadcast((tensor.cpu() if self.by_cpu else tensor).contiguous(), self.first, self.group)
+                    report.sent_bytes += tensor.nbytes
                 yield name, tensor
             return
-        for name, tensor in into.items():
+        for name, tensor in self.like.items():
             buffer = torch.empty_like(tensor, device="cpu" if self.by_cpu else None).contiguous()
-            dist.broadcast(buffer, self.first, self.senders)
+            dist.broadcast(buffer, self.first, self.group)
+            report.received_bytes += buffer.nbytes
             yield name, buffer
+
+
+def in_place(policy: Policy) -> dict[str, Tensor]:
+    """The policy's own tensors, not copies, under names that copies of it share; with adapters the trained one's."""
+    return dict(policy.shards()) if policy.has_adapters else dict(own_tensors(policy.lm))
+
+
+def table_of(transfers: list[Transfer]) -> str:
+    """What moved, a line per bucket and pair of ranks, for people."""
+    lines = [f"{'tensors':<48} {'dtype':<10} {'values':>12} {'bytes':>13} {'ms':>9} {'GB/s':>7}  ranks"]
+    for t in transfers:
+        name = t.names[0] + (f" and {len(t.names) - 1} more" if len(t.names) > 1 else "")
+        rate = t.bytes / t.seconds / 1e9 if t.seconds else 0.0
+        lines.append(
+            f"{name[-48:]:<48} {'/'.join(t.dtypes):<10} {t.values:>12,} {t.bytes:>13,} {1e3 * t.seconds:>9.2f} "
+            f"{rate:>7.2f}  {t.source} > {t.target}"
+        )
+    return "\n".join(lines)

@@ -9,6 +9,7 @@ import functools
 import logging
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from verl.checkpoint.fingerprint import changes, fingerprint
 from verl.checkpoint.parts import write_parts
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
@@ -25,14 +29,8 @@ from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
 from verl.data.examples import ExampleFeed, Examples
-from verl.data.loader import (
-    Prompt,
-    PromptFeed,
-    Prompts,
-    open_example_set,
-    open_examples,
-    open_prompts,
-)
+from verl.data.live import is_live
+from verl.data.loader import DATASETS, Prompt, PromptDataset, PromptFeed, Prompts, open_example_set, open_prompts
 from verl.dataflow.graph import DataFlow
 from verl.metrics.names import member
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
@@ -105,6 +103,7 @@ class Run:
         self._saving: asyncio.Task[None] | None = None
         self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
+        self._allow_changes = False
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None  # the latest one
         self.recorder: Recorder | None = None
@@ -112,12 +111,22 @@ class Run:
 
     # -- set up ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, resume: Checkpoint | None = None, *, write: bool = True, overwrite: bool = False) -> None:
+    def prepare(
+        self,
+        resume: Checkpoint | None = None,
+        *,
+        write: bool = True,
+        overwrite: bool = False,
+        allow_changes: bool = False,
+    ) -> None:
         """Load data and models, build the workers, continue from ``resume``. ``write``: fill the run folder.
 
         ``overwrite``: the run that lies there goes, once everything is loaded: a wrong request costs nothing.
+        ``allow_changes``: continue although data, template, tokenizer or settings changed since ``resume``.
         """
-        cfg = self.cfg
+        cfg, self._allow_changes = self.cfg, allow_changes
+        if write:
+            self._probe()
         flow = self._flow if self._flow is not None else flow_of(cfg)
         self.plan = flow.compile(needs(cfg))
         placement = placement_of(cfg, self.plan)
@@ -131,6 +140,11 @@ class Run:
                 f"{self.folder} has done all its {self.total_steps} steps; to go further: "
                 f"verl resume {self.folder} {key}={2 * (getattr(cfg, key) or 1)}"
             )
+        changed = self._changes(resume) if resume is not None else []
+        board: PrometheusSink | None = None
+        if write and cfg.metrics.prometheus_port is not None:
+            board = PrometheusSink(cfg.metrics.prometheus_port)
+            self._closing.append(board.close)
         crew = launch(cfg, placement, self.tokenizer, self.folder if write else None)
         self._closing.append(crew.close)
         self._await(crew.everywhere("load", self.total_steps))
@@ -139,9 +153,14 @@ class Run:
             self._await(crew.each("check_rewards", {scorer: (fields,)}))
         self.controller = Controller(cfg, self.plan, crew, self.feed)
         if resume is not None:
-            self._restore(resume)
+            self._restore(resume, changed)
+        else:
+            self._await(self.controller.begin())
         if write:
-            self._open_sinks(resume.step if resume is not None else None, overwrite)
+            again = -1 if holds_run(self.folder) and not overwrite else None  # from the start: no line of it stays
+            self._open_sinks(resume.step if resume is not None else again, overwrite, board)
+            if changed:
+                log.warning("going on with changes: %s", "; ".join(changed))
         counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
         for line in [
             *notes(cfg),
@@ -150,6 +169,14 @@ class Run:
             + (f"device: {crew.device}" if crew.alone else f"{len(crew.ranks)} workers"),
         ]:
             self.say(line)
+
+    def _probe(self) -> None:
+        """``RequestError`` where the run folder can't be written to; leaves nothing there."""
+        place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        try:
+            Path(tempfile.mkdtemp(prefix=".verl-", dir=place)).rmdir()
+        except OSError as error:
+            raise RequestError(f"run_dir: can't write to {self.folder}: {error.strerror}, {place}") from error
 
     def _open_data(self) -> set[str]:
         """The feed and the held-out set; the names of the data's columns."""
@@ -164,16 +191,25 @@ class Run:
         if kind == "prompts":
             data = training_prompts(cfg)
             self.feed: PromptFeed | ExampleFeed = data.feed(self.tokenizer, **order, **limits)
+            self._note_request(data)
             if cfg.eval.dataset is not None:
                 self.held_out = open_prompts(cfg.eval.dataset, self.tokenizer, **held_out)
             self._closing.append(self.feed.close)
             return data.field_names
         limits["max_response_length"] = held_out["max_response_length"] = cfg.max_response_length
-        self.feed = open_examples(cfg.dataset, self.tokenizer, kind, **order, **place, **limits)
+        examples = DATASETS[kind].of(cfg.dataset, **place)
+        self.feed = examples.example_feed(self.tokenizer, **order, **limits)
+        self._note_request(examples)
         if cfg.eval.dataset is not None:
             self.held_out = open_example_set(cfg.eval.dataset, self.tokenizer, kind, **held_out)
         self._closing.append(self.feed.close)
         return set()
+
+    def _note_request(self, data: PromptDataset) -> None:
+        """What a later resume is compared with."""
+        unread = self.cfg.streaming or is_live(data.source)
+        mark = f"{data.name} {sorted(data.columns.items())}" if unread else data.content
+        self._request = fingerprint(self.cfg, self.tokenizer, mark, self.feed.fingerprint)
 
     def _total_steps(self) -> int:
         """Laps of the whole run; an epoch ends with the lap that draws its last prompt."""
@@ -185,7 +221,7 @@ class Run:
         per_lap = cfg.train_batch_size // cfg.group_size  # prompts, pairs, or rows
         return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // per_lap))
 
-    def _open_sinks(self, resume_step: int | None, overwrite: bool) -> None:
+    def _open_sinks(self, resume_step: int | None, overwrite: bool, prometheus: PrometheusSink | None) -> None:
         cfg, folder = self.cfg, self.folder
         try:
             if overwrite and holds_run(folder):
@@ -203,8 +239,8 @@ class Run:
             board = TensorBoardSink(folder / "tensorboard", resume_step)
             sinks.append(board)
             samples.append(board)
-        if cfg.metrics.prometheus_port is not None:
-            sinks.append(PrometheusSink(cfg.metrics.prometheus_port))
+        if prometheus is not None:
+            sinks.append(prometheus)
         self.console = ConsoleSink(self.total_steps, samples=cfg.algorithm.recipe.samples) if self._show else None
         handlers: list[logging.Handler] = [
             logging.FileHandler(folder / "logs" / "controller.log", "a" if resume_step is not None else "w")
@@ -257,7 +293,7 @@ class Run:
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
         saves = self._save_due(step) and step < self.total_steps
         more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
-        result: LapResult = self._await(self.controller.lap(more=more))
+        result: LapResult = self._await(self.controller.lap(more=more, fresh=saves))
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
         self._first = self._first or result.metrics
@@ -265,7 +301,7 @@ class Run:
             result.metrics |= self.evaluate().metrics
         self.recorder.step(step, result.metrics)
         if result.collected is not None:
-            self.recorder.samples(step, _samples(result.collected))
+            self.recorder.samples(step, _samples(result.collected, self.tokenizer))
         if saves:
             self._save(beside=self.cfg.checkpoint.beside_training and self._more)
         return result
@@ -326,7 +362,7 @@ class Run:
         log.warning(why)
         self.close()
         checkpoint = self.store.load() if self.store.latest() is not None else None
-        self.prepare(checkpoint)
+        self.prepare(checkpoint, allow_changes=self._allow_changes)
         log.warning("new workers go on after step %d", self.controller.step)
 
     def evaluate(self) -> Evaluation:
@@ -337,12 +373,13 @@ class Run:
         answers: list[Answer] = []
         rows = [self.held_out[i] for i in range(limit)]
         if isinstance(self.controller.source, Sampler):
+            self._await(self.controller.publish())
             sampler = self.controller.source
             draws = [Draw(i, prompt) for i, prompt in enumerate(rows)]
             collected, shown = self._await(self._answer(sampler, draws))
             metrics = _evaluation_metrics(collected)
             answers = [
-                Answer(_question(row.draw.prompt), told.text, total)
+                Answer(_question(row.draw.prompt), _text(told, self.tokenizer), total)
                 for row, told, total in zip(collected.rows, shown, collected.scores.totals, strict=True)
             ]
         else:
@@ -368,14 +405,15 @@ class Run:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop is not None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number is signal.SIGINT else SystemExit(128 + number)
         self._stop = number
         self.say(f"{number.name}: finishing this step, then saving; once more stops at once and loses the step")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state."""
+        """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state, or the policy alone
+        (``checkpoint.save``)."""
         self._save(beside=False)
         return self.store.folder(self.controller.step)
 
@@ -384,14 +422,16 @@ class Run:
         self._end_save()
         start, step = time.perf_counter(), self.controller.step
         folder = self.store.begin(step)
-        optimizers = self._await(self.controller.snapshot(beside))
-        state = {
-            "controller": self.controller.state(),
-            "optimizers": optimizers,
-            "fingerprint": self.feed.fingerprint,
-            "before": None if self.before is None else dataclasses.asdict(self.before),
-        }
-        parts = {"rng": rng_state(), "state": state}
+        whole = self.cfg.checkpoint.save == "global"
+        optimizers = self._await(self.controller.snapshot(beside, whole))
+        parts: dict[str, Any] = {"state": {"save": self.cfg.checkpoint.save, "fingerprint": self._request}}
+        if whole:
+            parts["rng"] = rng_state()
+            parts["state"] |= {
+                "controller": self.controller.state(),
+                "optimizers": optimizers,
+                "before": None if self.before is None else dataclasses.asdict(self.before),
+            }
         self._saving = self._spawn(self._write(step, folder, parts, start, time.perf_counter()))
         self._saved_at = time.monotonic()
         if not beside:
@@ -418,15 +458,34 @@ class Run:
             saving, self._saving = self._saving, None
             self._await(saving)
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _changes(self, checkpoint: Checkpoint) -> list[str]:
+        """What is another than when it was saved; ``RequestError`` unless that is allowed."""
         state = checkpoint.json("state")
-        if state["fingerprint"] != self.feed.fingerprint:
+        if "save" not in state:
+            raise RequestError(f"{checkpoint.path} is of an earlier version, which this one can export but not resume")
+        if state["save"] == "actor":
             raise RequestError(
-                f"{checkpoint.path} was saved with other prompts: data set, chat template, tokenizer or length limits "
-                "have changed since; resume with the ones it was trained on"
+                f"{checkpoint.path} holds the policy alone (checkpoint.save: actor): without optimizer and data "
+                f"position its run can't go on. To start another run from its weights: verl export {checkpoint.path} "
+                "OUT, then verl train with actor_model_config.model_name_or_path=OUT and another run_dir"
             )
+        found = changes(state["fingerprint"], self._request)
+        if found and not self._allow_changes:
+            raise RequestError(
+                f"changed since {checkpoint.path} was saved: {'; '.join(found)}. Put back what it was, or go on with "
+                f"what it is now: verl resume {self.folder} --allow-changes"
+            )
+        return found
+
+    def _restore(self, checkpoint: Checkpoint, changed: list[str]) -> None:
+        state = checkpoint.json("state")
+        position, start = state["controller"], self.feed.state()
+        fixed = ("n", "seed", "shuffle", "buffer")  # what a position in other data or another order is not
+        if "the data set" in changed or any(position["data"].get(k) != start.get(k) for k in fixed):
+            position |= {"data": start}
+            changed.append("rows are drawn from the data's start")
         restore_rng(checkpoint.tensors("rng"))
-        self.controller.restore(state["controller"])
+        self.controller.restore(position)
         self._await(self.controller.take_back(str(checkpoint.path), state["optimizers"]))
         if state["before"] is not None:
             saved = state["before"]
@@ -469,14 +528,18 @@ def _question(prompt: Prompt) -> str:
     return asked if isinstance(asked, str) else str(asked[-1]["content"])
 
 
-def _samples(collected: Collected) -> list[Sample]:
+def _text(told: Shown, tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(told.ids.tolist(), skip_special_tokens=True))
+
+
+def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Rows for ``samples.jsonl``: evenly spaced over the lap."""
     scores = collected.scores
     return [
         Sample(
             row_id=row.id,
             prompt=row.draw.prompt.text,
-            response=told.text,
+            response=_text(told, tokenizer),
             response_ids=tuple(told.ids),
             logprobs=tuple(told.logprobs),
             finish_reason=row.finish_reason,

@@ -1,0 +1,58 @@
+"""What a checkpoint remembers of the request behind it, and what of that is another now."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from verl.config.load import dump
+from verl.config.run import RunConfig
+from verl.data import chat
+
+# Where a run writes, how long it is and what it runs on: none of it changes what a step computes. Data, template and
+# tokenizer are compared by their content.
+FREE = {
+    *("run_dir", "total_steps", "total_epochs", "eval", "checkpoint", "metrics", "cluster", "device_map", "log_level"),
+    *("micro_batch_size", "max_tokens_per_micro_batch", "gradient_checkpointing", "num_rollout_workers"),
+    *("dataset", "columns", "dataset_cache_dir", "reward_timeout", "rollout.max_rows", "rollout.tensor_parallel_size"),
+    *(f"{model}_model_config.fsdp_config" for model in ("actor", "critic", "reward", "teacher", "process_reward")),
+}
+
+
+def fingerprint(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str, rows: str) -> dict[str, str]:
+    """Plain JSON. ``data``: the data set's own mark; ``rows``: that of its tokenised rows."""
+    words = copy.copy(tokenizer)
+    words.chat_template = None
+    template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
+    return {"data": data, "template": template, "tokenizer": chat.fingerprint(words), "rows": rows, "config": dump(cfg)}
+
+
+def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints, for people; ``data`` stands first. None: nothing does."""
+    names = {"data": "the data set", "template": "the chat template", "tokenizer": "the tokenizer"}
+    found = [name for key, name in names.items() if saved[key] != now[key]]
+    found += _settings(yaml.safe_load(saved["config"]), yaml.safe_load(now["config"]))
+    return found or ([] if saved["rows"] == now["rows"] else ["how rows become tokens"])
+
+
+def _settings(saved: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Keys with another value. A key that one side lacks is one that its version of this package didn't have."""
+    for key in (key for key in saved if key in now):
+        name, old, new = above + key, saved[key], now[key]
+        if name in FREE:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _settings(old, new, f"{name}.")
+        elif old != new:
+            yield f"{name} ({_shown(old)} then, {_shown(new)} now)"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "set"
+    return "null" if value is None else str(value) if len(str(value)) < 60 else f"{str(value)[:57]}..."

@@ -1,0 +1,101 @@
+"""Which engine samples: the one place that knows the classes behind ``rollout.engine``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from verl.config.errors import RequestError
+from verl.config.model import ModelConfig
+from verl.config.run import RunConfig
+from verl.models.adapters import CONFIG, base_of, is_adapter_folder
+from verl.models.factory import eos_ids
+from verl.models.policy import Policy
+from verl.rollout.base import RolloutEngine
+from verl.rollout.native import NativeEngine
+
+
+def outside(cfg: RunConfig) -> bool:
+    """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
+    return cfg.rollout.engine in ("vllm", "openai", "sglang")
+
+
+def rollout_engine(
+    cfg: RunConfig, policy: Policy | None, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
+) -> RolloutEngine:
+    """What samples on a host. ``policy``: whose parameters the native engine generates with.
+
+    Raises:
+        RequestError: a missing key or package, or settings that the engine refuses.
+    """
+    r, actor = cfg.rollout, cfg.actor_model_config
+    if not outside(cfg):
+        assert policy is not None
+        return NativeEngine(policy, eos_ids(policy.lm, tokenizer), r.max_rows, tokenizer)
+    source = actor.model_name_or_path
+    assert isinstance(source, str)  # the configuration's rules see to it
+    adapter = _adapter(actor)
+    model = base_of(source) if is_adapter_folder(source) else source
+    ends = _ends(model, tokenizer, actor.trust_remote_code)
+    if r.engine == "vllm":
+        from verl.rollout.vllm import VllmEngine
+
+        return VllmEngine(
+            model, ends, tokenizer, device=device, dtype=dtype, max_rows=r.max_rows,
+            max_tokens=cfg.max_prompt_length + cfg.max_response_length, seed=cfg.seed, adapter=adapter,
+            trust_remote_code=actor.trust_remote_code, options=r.options,
+        )  # fmt: skip
+    key = os.environ.get(r.api_key_env) if r.api_key_env else None
+    if r.api_key_env and key is None:
+        raise RequestError(f"rollout.api_key_env names {r.api_key_env}, which the environment doesn't have")
+    common: Any = {
+        "model": r.model, "api_key": key, "timeout": r.timeout, "max_rows": r.max_rows, "folder": r.weights_dir,
+    }  # fmt: skip
+    urls = [r.url] if isinstance(r.url, str) else list(r.url or ())
+    if r.engine == "openai":
+        from verl.rollout.vllm_server import ServerEngine
+
+        return ServerEngine(urls, ends, tokenizer, adapter=adapter, **common)
+    from verl.rollout.sglang import SglangEngine
+
+    if adapter is not None:
+        raise RequestError("rollout.engine sglang takes whole weights, not an adapter's: rollout.engine vllm or openai")
+    return SglangEngine(urls, ends, tokenizer, **common)
+
+
+def _adapter(cfg: ModelConfig) -> dict[str, Any] | None:
+    """peft's configuration of the policy's adapter, as a file has it."""
+    source = cfg.model_name_or_path
+    if is_adapter_folder(source):
+        found: dict[str, Any] = json.loads((Path(source) / CONFIG).read_text())
+        return found
+    if not cfg.use_lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=cfg.lora_r,
+        lora_alpha=cfg.lora_alpha if cfg.lora_alpha is not None else 2 * cfg.lora_r,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=cfg.lora_target_modules,
+    ).to_dict()
+
+
+def _ends(model: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> frozenset[int]:
+    """As ``eos_ids``, of a model that isn't loaded."""
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:
+        generation = None
+    found: set[int] = set()
+    for source in (tokenizer, config, config.get_text_config(), generation):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(found)

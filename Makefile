@@ -17,7 +17,7 @@ demo: $(MODEL)/config.json
 	$(BIN)/verl train $(DEMO) --overwrite $(ARGS)
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Needs vLLM for CPUs, which wants other versions of some packages: an environment on top of the other has those.
 VLLM := .venv-vllm

@@ -7,6 +7,11 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 TRY = """
 import ray
@@ -14,6 +19,7 @@ ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 7).remote()) == 7
 """
 PATIENCE = 150  # seconds
+TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen
 
 
 @functools.cache
@@ -27,3 +33,23 @@ def why_not() -> str | None:
         return f"plain Ray runs no task within {PATIENCE} s here"
     said = (done.stderr or done.stdout).strip().splitlines()
     return None if done.returncode == 0 else f"plain Ray doesn't start here: {said[-1] if said else done.returncode}"
+
+
+@contextmanager
+def ray_cluster(cpus: int = 2) -> Iterator[None]:
+    """A Ray cluster of this machine, which the runs that are started meanwhile find."""
+    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # else Ray leaves one in the home folder
+        patch.delenv("RAY_AUTH_MODE", raising=False)
+        enable_token_auth_by_default()
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus})
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        try:
+            yield
+        finally:
+            nodes.shutdown()

@@ -9,7 +9,6 @@ import asyncio
 import importlib
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from ray.util import placement_group_table
 
 from tests.cluster.contract import ALONE, TOGETHER, alive, outcomes
 from tests.cluster.objects import Closing, worker
-from tests.cluster.ray_starts import why_not
+from tests.cluster.ray_starts import TOKEN, why_not
 from verl.cluster.group import Context, Spec, WorkerLost
 from verl.cluster.ray import RayGroup
 from verl.config.errors import RequestError
@@ -42,7 +41,7 @@ def cluster() -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home folder
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # else Ray leaves one in the home folder
         patch.delenv("RAY_AUTH_MODE", raising=False)
         enable_token_auth_by_default()  # what ray.init does where it starts a cluster
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")

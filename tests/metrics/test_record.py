@@ -87,6 +87,21 @@ def test_alarm(caplog):
         Recorder([], alarms={"generate/latency_p9": 1})
 
 
+def test_alarm_below_a_limit(caplog):
+    sink = Kept()
+    recorder = Recorder([sink], alarms={"kl/mean": 1}, alarms_below={"gpu/utilisation": 0.3, "kl/mean": 0.1})
+    with caplog.at_level(logging.WARNING):
+        recorder.step(1, {"gpu/utilisation": 0.3, "kl/mean": 0.5})
+        recorder.step(2, {"kl/mean": 0.5})
+        assert not caplog.records
+        recorder.step(3, {"gpu/utilisation": 0.25, "kl/mean": 2.0})
+    assert "gpu/utilisation is 0.25, below its limit 0.3" in caplog.text
+    assert "kl/mean is 2, above its limit 1" in caplog.text
+    assert [line.get("alarms") for _, line in sink.lines] == [None, None, 2.0]
+    with pytest.raises(RequestError, match=r"metrics\.alarms_below: .*nearest: 'gpu/utilisation'"):
+        Recorder([], alarms_below={"gpu/utilization": 1})
+
+
 def test_close_reaches_every_sink_once():
     first, both, last = Kept(fails=True), Kept(), Kept()
     with pytest.raises(OSError, match="broken"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import heapq
+import re
+import weakref
 
 import pytest
 import torch
@@ -14,13 +17,28 @@ from tests.tiny import EOS, f_gpt2, f_llama
 from verl.config.errors import RequestError, RunError
 from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
-from verl.rollout.base import Sampling
+from verl.rollout.base import Request, Response, Sampling
+from verl.rollout.cache import GIB, Store
 from verl.rollout.native import NativeEngine
 
+TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of a token of f_llama: keys and values, layers, heads, sizes, fp32
 
-def engine_of(lm: PreTrainedModel, eos=frozenset({EOS}), max_rows: int = 64, tokenizer=None) -> NativeEngine:
+
+def engine_of(
+    lm: PreTrainedModel, eos=frozenset({EOS}), max_rows: int = 64, tokenizer=None, cache_tokens: int | None = None
+) -> NativeEngine:
     lm.set_attn_implementation(ATTENTION)
-    return NativeEngine(Policy(lm), eos, max_rows, tokenizer)
+    gib = None if cache_tokens is None else cache_tokens * TOKEN / GIB
+    return NativeEngine(Policy(lm), eos, max_rows, tokenizer, cache_gib=gib)
+
+
+def ask_lengths(engine: NativeEngine, lengths: dict[Request, int]) -> dict[str, Response]:
+    """Rows of such lengths in one batch: a call for each."""
+
+    async def run() -> list[dict[str, Response]]:
+        return await asyncio.gather(*(collect(engine, [r], Sampling(max_new_tokens=n)) for r, n in lengths.items()))
+
+    return {i: row for answers in asyncio.run(run()) for i, row in answers.items()}
 
 
 class TestContract(RolloutContract):
@@ -35,19 +53,100 @@ class TestContract(RolloutContract):
         engine.version = version
 
 
-def test_one_prefill_per_prompt() -> None:
-    """Also when a group is wider than what fits side by side, and when two callers ask for the same prompt."""
-    engine = engine_of(f_llama(), eos=frozenset(), max_rows=3)
+@pytest.mark.parametrize("cache_tokens", [None, 8 + 3 * 4, 8 + 5])
+def test_one_prefill_per_prompt(cache_tokens: int | None) -> None:
+    """Also when a group is wider than what fits side by side, when there is room for one prompt and three rows, or
+    one, and when two callers ask for the same prompt. A later call prefills anew."""
+    engine = engine_of(f_llama(), eos=frozenset(), max_rows=3, cache_tokens=cache_tokens)
     asked = requests(samples=8)
 
     async def run() -> None:
         sampling = Sampling(max_new_tokens=5)
         await asyncio.gather(collect(engine, asked[::2], sampling), collect(engine, asked[1::2], sampling))
 
-    asyncio.run(run())
+    for calls in (1, 2):
+        asyncio.run(run())
+        assert engine.counters.prefills == calls * len(PROMPTS)
+        assert engine.counters.prefill_tokens == calls * sum(len(p) for p in PROMPTS)
+        assert engine.counters.decode_rows == calls * len(asked) * 4  # the first token costs no decode step
+    side_by_side = engine.counters.decode_rows / engine.counters.decode_steps
+    assert side_by_side == (1 if cache_tokens == 8 + 5 else pytest.approx(3, rel=0.2))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
+def test_the_cache_keeps_to_its_budget(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all its tensors, those being replaced included, over a ragged run; the tokens are the same."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    measured: list[int] = []
+    grown = Store._grown
+
+    def watched(self: Store, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        store = grown(self, old, new)
+        held.append(weakref.ref(store))
+        measured.append(sum(t.untyped_storage().nbytes() for ref in held if (t := ref()) is not None))
+        return store
+
+    lm, eos, sampling = f_llama(), frozenset(range(0, 32, 8)), Sampling(max_new_tokens=40)
+    free = ask(engine_of(copy.deepcopy(lm), eos), requests(samples=8), sampling)
+    assert len({len(r.ids) for r in free.values()}) > 5
+    monkeypatch.setattr(Store, "_grown", watched)
+    tokens = int(share * (len(PROMPTS) * 8 + 32 * 39))  # 1: all that can come, at once
+    engine = engine_of(copy.deepcopy(lm), eos, cache_tokens=tokens)
+    got = ask(engine, requests(samples=8), sampling)
+    assert {i: r.ids for i, r in got.items()} == {i: r.ids for i, r in free.items()}
+    assert 0.8 * tokens * TOKEN < max(measured) <= tokens * TOKEN
+    assert len(held) == 2 * 2 * 2  # reserved once
     assert engine.counters.prefills == len(PROMPTS)
-    assert engine.counters.prefill_tokens == sum(len(p) for p in PROMPTS)
-    assert engine.counters.decode_rows == len(asked) * 4  # the first token costs no decode step
+
+
+def test_a_budget_below_one_row_says_the_least() -> None:
+    """Of the longest row that a run can have when the engine is made, of a longer one when it is asked for."""
+    lm = f_llama()
+    lm.set_attn_implementation(ATTENTION)
+    least = 0.0000196  # 41 tokens of 512 bytes, in GiB: 0.00001955
+    for gib in (1e-9, 40 * TOKEN / GIB):
+        with pytest.raises(RequestError, match=rf"max_response_length = 41 tokens .*rollout.cache_gib {least:.7f} or"):
+            NativeEngine(Policy(lm), frozenset(), cache_gib=gib, max_tokens=41)
+    engine = NativeEngine(Policy(lm), frozenset(), cache_gib=least, max_tokens=41)
+    asked = [Request("short", "short", (3,)), Request("long", "long", (3,) * 8)]
+    with pytest.raises(
+        RequestError, match=r"row long with 8 prompt tokens and max_new_tokens 34 takes ([\d.]+) GiB"
+    ) as e:
+        ask(engine, asked, Sampling(max_new_tokens=34))
+    assert engine.counters.prefills == 0
+    more = re.search(r"cache_gib ([\d.]+) or more", str(e.value))
+    assert more is not None
+    engine = NativeEngine(Policy(lm), frozenset(), cache_gib=float(more[1]))
+    assert all(len(r.ids) == 34 for r in ask(engine, asked, Sampling(max_new_tokens=34)).values())
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 110])
+def test_calls_that_do_not_fit_together_wait(cache_tokens: int | None) -> None:
+    """A long prompt with a short response and the reverse: each fits, a row of both lengths would not."""
+    engine = engine_of(f_llama(), eos=frozenset(), cache_tokens=cache_tokens)
+    answers = ask_lengths(engine, {Request("a", "a", (3,) * 100): 10, Request("b", "b", (4,) * 10): 100})
+    assert {i: len(r.ids) for i, r in answers.items()} == {"a": 10, "b": 100}
+    assert engine.counters.decode_steps == (99 if cache_tokens is None else 99 + 9)
+
+
+def test_ragged_rows_cost_their_lengths() -> None:
+    """90 short rows and 10 long ones, 20 side by side: no padding is computed, and a place that gets free is taken at
+    once. Batches of 20 that wait for their longest row would take more than twice the steps, five places in six of
+    them padding."""
+    prompts = [(3 + i % 29, 3 + i // 29) for i in range(100)]
+    lengths = {r: 40 if i % 10 == 3 else 4 for i, r in enumerate(requests(prompts, samples=1))}
+    engine = engine_of(f_llama(), eos=frozenset(), max_rows=20)
+    answers = ask_lengths(engine, lengths)
+    assert all(len(answers[r.row_id].ids) == n for r, n in lengths.items())
+    steps = [n - 1 for n in lengths.values()]
+    assert engine.counters.decode_rows == sum(steps)
+    assert engine.counters.prefill_tokens == sum(len(p) for p in prompts)
+    free = [0] * 20  # when each place gets free
+    for n in steps:
+        heapq.heapreplace(free, free[0] + n)
+    assert engine.counters.decode_steps == max(free)
+    static = sum(max(steps[i : i + 20]) for i in range(0, 100, 20))
+    assert engine.counters.decode_steps < static / 2 and sum(steps) < 20 * static / 5
 
 
 def test_ended_rows_cost_nothing() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
-import secrets
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.ray_starts import why_not
+from tests.cluster.ray_starts import ray_cluster, why_not
 from tests.trainer import cluster_runs as runs
 from tests.trainer.killed import PLACES, child
 from tests.trainer.killed import go as train
@@ -88,26 +87,13 @@ def cluster() -> Iterator[None]:
     """A Ray cluster of this machine, which the runs that are started find."""
     if reason := why_not():
         pytest.skip(reason)
-    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home folder
-        patch.delenv("RAY_AUTH_MODE", raising=False)
-        enable_token_auth_by_default()
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        patch.setenv("RAY_ADDRESS", nodes.address)
-        try:
-            yield
-        finally:
-            nodes.shutdown()
+    with ray_cluster():
+        yield
 
 
-def killed_everywhere(given: dict[str, Any], folder: Path, **how: Any) -> None:
+def killed_everywhere(given: dict[str, Any], folder: Path, places: Collection[str] = PLACES, **how: Any) -> None:
     """A run that is killed at one place after the other, each time going on from what stands, and then ends."""
-    for place, (_, stands) in PLACES.items():
+    for place, (_, stands) in ((place, PLACES[place]) for place in places):
         status = child(given, place, **how)
         assert status == (0 if place == "nowhere" else -signal.SIGKILL), place
         store = CheckpointStore(folder / "checkpoints", 1)
@@ -138,7 +124,8 @@ def test_killed_and_resumed_on_ray(model, whole, tmp_path, cluster):
     pickle.loads(pickle.dumps(Bomb(marker)))
     marker.unlink()
     given = keys(model, tmp_path, cluster={"backend": "ray"})
-    killed_everywhere(given, tmp_path / "run", bomb=pickle.dumps(Bomb(marker)))
+    places = ("in an epoch", "in a save", "nowhere")  # a start of Ray costs seconds
+    killed_everywhere(given, tmp_path / "run", places, bomb=pickle.dumps(Bomb(marker)))
     assert_same_run(tmp_path / "run", whole)
     assert not marker.exists()
 

@@ -52,7 +52,8 @@ def test_ppo_trains_on_scores_of_question_answer_pairs(cfg, caplog, monkeypatch)
     assert "no pad token" in caplog.text and "no chat template" in caplog.text
 
     rows = result.collected.rows
-    texts = [result.collected.shown[i].text for i in range(len(rows))]
+    ids = [result.collected.shown[i].ids.tolist() for i in range(len(rows))]
+    texts = [run.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
     own = RewardModelScorer(cfg.reward_model_config, torch.device("cpu"))
     again = [
         RewardRow(r.id, "", "", text, (), (), "stop", {"prompt": r.draw.prompt.fields["prompt"]})

@@ -19,6 +19,8 @@ from verl.data import chat
 FREE = {
     *("run_dir", "total_steps", "total_epochs", "eval", "checkpoint", "metrics", "cluster", "device_map", "log_level"),
     *("micro_batch_size", "max_tokens_per_micro_batch", "gradient_checkpointing", "num_rollout_workers"),
+    *("rollout.url", "rollout.timeout", "rollout.api_key_env", "rollout.weights_dir", "rollout.cache_gib"),
+    *("hybrid_engine", "hybrid_config.bucket_mib", "hybrid_config.incremental"),
     *("dataset", "columns", "dataset_cache_dir", "reward_timeout", "rollout.max_rows", "rollout.tensor_parallel_size"),
     *(f"{model}_model_config.fsdp_config" for model in ("actor", "critic", "reward", "teacher", "process_reward")),
 }

@@ -35,14 +35,16 @@ def plan(cfg: RunConfig) -> None:
         console.print(f"one worker on {placement.devices[0]}: {', '.join(placement.hosted(0))}")
     dtype = resolve_dtype(cfg.actor_model_config.dtype, placement.devices[0].kind)
     weights = _weights(cfg, dtype.itemsize)
-    found = estimate(cfg, placement, weights, samples_in_place(cfg, placement))
+    source = cfg.actor_model_config.model_name_or_path
+    adapters = cfg.actor_model_config.use_lora or is_adapter_folder(source) or hasattr(source, "peft_config")
+    found = estimate(cfg, placement, weights, samples_in_place(cfg, placement), adapters)
     console.print(
         f"the policy: {found.values:,} values, {_size(found.model)} in {str(dtype).removeprefix('torch.')}; an actor's "
-        f"worker holds {_size(found.actor)} of weights, gradients, masters and moments"
+        f"worker holds {_size(found.actor)} of weights, gradients, masters and moments, activations not counted"
     )
     if not placement.ranks("rollout"):
         return
-    if cfg.actor_model_config.use_lora:
+    if adapters:
         console.print("a publish moves the adapter alone")
     if found.ours is None:
         console.print("a publish moves nothing: rollouts sample from the actor's own parameters")

@@ -43,6 +43,10 @@ class RolloutConfig(Section):
         default_factory=list, strict=False, examples=[["\n\n"], ["</answer>"]], description="texts that end a response"
     )
     max_rows: int = Field(256, ge=1, description="rows decoded side by side; memory and speed only")
+    cache_gib: float | None = Field(
+        None, gt=0, examples=[4.0, 16.0],
+        description="native: most GiB of keys and values on a device; rows that don't fit wait; null: no limit",
+    )  # fmt: skip
     tensor_parallel_size: Literal[1] = Field(1, description="GPUs that hold one copy of the weights")
 
 
@@ -93,7 +97,15 @@ class MetricsConfig(Section):
     )
     alarms: dict[str, float] = Field(
         default_factory=dict, examples=[{"generate/latency_p99": 30.0}, {"kl/mean": 1.0}],
-        description="a step in which the metric is above its limit warns and counts",
+        description="a step in which the metric is above its limit warns and counts; time/step: also while it lasts",
+    )  # fmt: skip
+    alarms_below: dict[str, float] = Field(
+        default_factory=dict, examples=[{"gpu/utilisation": 0.3}, {"policy/entropy": 0.1}],
+        description="and one in which it is below",
+    )  # fmt: skip
+    max_bad_steps: int = Field(
+        5, ge=1, description="stop when so many optimizer steps in a row were skipped since the gradient isn't finite "
+        "(no lap counts in which one was made); the last lap's rows are then in `bad_rows.jsonl`",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import batch_words, device_rules
+from verl.config.devices import devices_of, written
 from verl.config.errors import ConfigError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
@@ -278,6 +279,26 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
                 f"rollout.{key} is given, but rollout.engine {r.engine} doesn't read it; leave it out, or "
                 f"rollout.engine {which} would fit",
             )
+    actor = cfg.actor_model_config
+    if r.engine == "sglang" and (actor.use_lora or _holds_adapter(actor)):
+        yield Violation(
+            ("rollout.engine", "actor_model_config.use_lora"),
+            "rollout.engine is sglang, which takes whole weights, but the policy trains an adapter; rollout.engine "
+            "vllm or openai would fit",
+        )
+    if r.engine in ("vllm", "openai", "sglang") and actor.load_in_4bit:
+        yield Violation(
+            ("rollout.engine", "actor_model_config.load_in_4bit"),
+            f"rollout.engine is {r.engine}, whose base isn't quantised as the trainer's is, so another policy would "
+            "sample; rollout.engine native or actor_model_config.load_in_4bit false would fit",
+        )
+    where = devices_of(cfg.device_map, "rollout")
+    if servers and len(where) > 1:
+        yield Violation(
+            ("rollout.engine", "device_map"),
+            f"rollout.engine is {r.engine} and the rollout has {len(where)} devices, each of which would load the same "
+            f"servers: they need one worker that asks them; device_map.rollout cpu or {written(where[:1])} would fit",
+        )
     if r.engine in ("vllm", "openai", "sglang") and not isinstance(
         cfg.actor_model_config.model_name_or_path, str | None
     ):

@@ -135,7 +135,8 @@ class _Passage:
             yield from self._write_bucket(bucket, buffers)
         self._compare()
         if self.c.incremental is True:
-            keys = {(move.weight, move.box): move for move in self.c.outgoing}
+            kept = (move for move in self.c.outgoing if move.target not in self.c.table.streaming)
+            keys = {(move.weight, move.box): move for move in kept}
             self.c.sent = {key: self._value(move).clone() for key, move in keys.items() if self._at_hand(key) is None}
 
     # -- sending ---------------------------------------------------------------------------------------------------
@@ -154,6 +155,8 @@ class _Passage:
         """Of boxes for which it saves bytes: the flat places of values that changed."""
         seen = set()
         for move in self.c.outgoing:
+            if move.target in self.c.table.streaming:  # it keeps nothing to add to
+                continue
             key = move.weight, move.box
             if self.c.incremental is False or self.base == NEVER or key in seen:
                 continue

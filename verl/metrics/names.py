@@ -157,7 +157,8 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("gpu/utilisation", "share", "time with a kernel running, mean over the lap; needs NVML", "low: starved"),
         Metric("not_finite", "values", "values of this line left out because they were NaN or infinite", "normally 0"),
-        Metric("alarms", "metrics", "metrics above their limit in metrics.alarms in this step", "normally absent"),
+        Metric("alarms", "metrics", "metrics beyond a limit of metrics.alarms or alarms_below", "normally absent"),
+        Metric("health/warnings", "warnings", "conditions told as a warning that still hold", "above 0: see the log"),
     )
 }
 
@@ -227,7 +228,15 @@ two equal. Every sink shows the same names.
   --config.file=examples/monitoring/prometheus.yml --web.listen-address=127.0.0.1:9090`), `alerts.yml` (a run that is
   gone or stalls, slow generation, an idle GPU, values that aren't finite, flat rewards) and `grafana-dashboard.json`
   (Dashboards, New, Import). A run is a target of `prometheus.yml`, with a label `run` that the dashboard chooses by.
-- Alarms: `metrics: {alarms: {generate/latency_p99: 30}}` logs a warning in each step above the limit and counts them.
+- Alarms: `metrics: {alarms: {generate/latency_p99: 30}}` logs a warning in each step above the limit and counts them;
+  `alarms_below: {gpu/utilisation: 0.3}` in each step below. One on `time/step` also warns while the step still lasts.
+- Health: what points to a run that goes wrong is told once, on the console and in `logs/controller.log`, with the keys
+  to turn, and again only after it was gone for a while: optimizer steps skipped for NaN, a reward that falls far from
+  its best, KL to the start or within a step far above the usual, entropy near 0, groups that are all flat, responses
+  that are all cut, sampler and trainer further apart than rounding explains. `health/warnings` counts what holds. The
+  limits are constants of `verl/metrics/health.py`.
+- `metrics: {max_bad_steps: 5}`: after so many skipped optimizer steps in a row the run stops (exit status 1). The
+  step's rows are then in `bad_rows.jsonl`; checkpoints stay as they were.
 
 Means over a lap: `policy/*` and `critic/*` are means over its optimizer steps unless the table says otherwise. "In all"
 means since the run began.""".splitlines()

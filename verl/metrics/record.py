@@ -51,7 +51,8 @@ class SampleSink(Protocol):
 class Recorder:
     """Fans each step out to the sinks.
 
-    ``alarms``: upper limits by metric name; a value above its limit is logged as a warning and counted in ``alarms``.
+    ``alarms`` and ``alarms_below``: upper and lower limits by metric name; a value beyond its limit is logged as a
+    warning and counted in ``alarms``.
     A name that the table lacks warns with `UndocumentedMetric`, once.
     Raises `RequestError` for an alarm on an unknown metric.
     """
@@ -62,14 +63,17 @@ class Recorder:
         sample_sinks: Sequence[SampleSink] = (),
         *,
         alarms: Mapping[str, float] | None = None,
+        alarms_below: Mapping[str, float] | None = None,
     ) -> None:
-        self._sinks, self._sample_sinks, self._alarms = list(sinks), list(sample_sinks), dict(alarms or {})
+        self._sinks, self._sample_sinks = list(sinks), list(sample_sinks)
+        self._above, self._below = dict(alarms or {}), dict(alarms_below or {})
         self._last: int | None = None
         self._warned: set[str] = set()
         self._documented: set[str] = set()
-        for name in self._alarms:
-            if find(name) is None:
-                raise RequestError(f"metrics.alarms: no metric is called {name!r}; nearest: {nearest(name)!r}")
+        for key, limits in (("alarms", self._above), ("alarms_below", self._below)):
+            for name in limits:
+                if find(name) is None:
+                    raise RequestError(f"metrics.{key}: no metric is called {name!r}; nearest: {nearest(name)!r}")
 
     def step(self, step: int, values: Mapping[str, float | None]) -> dict[str, float]:
         """Write one step and give back what was written.
@@ -87,11 +91,12 @@ class Recorder:
             for name in sorted(present.keys() - finite.keys() - self._warned):
                 log.warning("step %d: %s is %s; further such steps are only counted", step, name, present[name])
                 self._warned.add(name)
-        above = {name: limit for name, limit in self._alarms.items() if finite.get(name, -math.inf) > limit}
-        if above:
-            finite["alarms"] = float(len(above))
-            for name, limit in above.items():
-                log.warning("step %d: %s is %g, above its limit %g", step, name, finite[name], limit)
+        beyond = [(name, "above", limit) for name, limit in self._above.items() if finite.get(name, limit) > limit]
+        beyond += [(name, "below", limit) for name, limit in self._below.items() if finite.get(name, limit) < limit]
+        if beyond:
+            finite["alarms"] = float(len({name for name, _, _ in beyond}))
+            for name, side, limit in beyond:
+                log.warning("step %d: %s is %g, %s its limit %g", step, name, finite[name], side, limit)
         for name in sorted(values.keys() - self._documented):
             self._documented.add(name)  # or warned about: once
             if find(name) is None:

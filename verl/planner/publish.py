@@ -10,7 +10,8 @@ from verl.dataflow.placement import Placement
 from verl.hybrid.reshard import Cost, Weight, cost_of_gathering, plan, training, whole
 from verl.layout import Layout
 
-GRADIENT, MASTER, MOMENTS = 4, 4, 8  # bytes of a trained value: fp32, AdamW's two; fp32 weights are their own masters
+GRADIENT, MASTER = 4, 4  # bytes of a trained value; fp32 weights are their own masters
+MOMENTS = {"adamw": 8, "adamw8bit": 2, "muon": 8, "sgd": 4}  # at most; a factory's are taken to be AdamW's
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,28 @@ class Estimate:
     groups: Cost | None  # each model-parallel group gathers it, where there are some
 
 
-def estimate(cfg: RunConfig, placement: Placement, weights: Sequence[Weight], in_place: bool) -> Estimate:
-    """``in_place``: rollouts sample from the actor's own parameters."""
+def estimate(
+    cfg: RunConfig, placement: Placement, weights: Sequence[Weight], in_place: bool, adapters: bool = False
+) -> Estimate:
+    """``in_place``: rollouts sample from the actor's own parameters; ``adapters``: these alone are trained.
+
+    Without what a step needs for a moment: activations, and with several micro-batches per step and sharding a whole
+    fp32 gradient.
+    """
     fsdp, actors, rollouts = cfg.actor_model_config.fsdp_config, placement.ranks("actor"), placement.ranks("rollout")
     layout = Layout.of(len(actors), tp=fsdp.tensor_parallel_size)
-    held = training(weights, layout, sharded=fsdp.sharding_strategy != "NO_SHARD")
+    replica = layout  # the ranks that share one copy
+    if fsdp.sharding_strategy == "HYBRID_SHARD":
+        replica = Layout(dp=fsdp.shard_size or layout.dp, tp=layout.tp)
+    parts = training(weights, replica, sharded=fsdp.sharding_strategy != "NO_SHARD")
+    held = {rank: parts[rank % replica.size] for rank in range(layout.size)}
     model = sum(weight.bytes for weight in weights)
     values = sum(weight.bytes // weight.itemsize for weight in weights)
-    shares = layout.tp * (layout.dp if fsdp.sharding_strategy != "NO_SHARD" else 1)
-    if fsdp.sharding_strategy == "HYBRID_SHARD" and fsdp.shard_size:
-        shares = layout.tp * fsdp.shard_size
-    each = GRADIENT + MOMENTS + (MASTER if model < 4 * values else 0)
-    trained = 0 if cfg.actor_model_config.use_lora else each * values
+    shares = replica.size if fsdp.sharding_strategy != "NO_SHARD" else layout.tp
+    optimizer = cfg.actor_model_config.optimizer.name
+    moments = MOMENTS.get(optimizer, 8) if isinstance(optimizer, str) else 8
+    each = 0 if fsdp.cpu_offload else GRADIENT + moments + (MASTER if model < 4 * values else 0)
+    trained = 0 if adapters else each * values
     ours = None
     if rollouts and not in_place:
         by_rank = {actors[i]: part for i, part in held.items()}
@@ -46,8 +57,11 @@ def estimate(cfg: RunConfig, placement: Placement, weights: Sequence[Weight], in
         most = max(made.received(rank) for rank in rollouts)
         part = model // shares if set(rollouts) & set(actors) else 0  # a whole copy beside the training part
         ours = Cost(most, part + model + 2 * min(bucket, most), part)
+    gathered = cost_of_gathering(weights, layout, held, everything=True)
+    if set(rollouts) - set(actors):  # somebody has no part of it
+        gathered = Cost(model, model, gathered.redundant)
     return Estimate(
         model, values, (model + trained) // shares, ours,
-        cost_of_gathering(weights, layout, held, everything=True),
+        gathered,
         cost_of_gathering(weights, layout, held, everything=False) if layout.tp > 1 else None,
     )  # fmt: skip

@@ -2,19 +2,28 @@
 
 Slots are dense: rows ``0..N-1`` and groups ``0..G-1`` are in use, so a decode step reads views, never copies. When
 some leave, the last ones move into the holes (``keep``).
+
+A store grows as it is written to: old and new storage exist together for a moment. Under a ``Budget`` room is reserved
+once, exactly, and never grows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from verl.batch import Ragged
+from verl.config.errors import RequestError
 from verl.models.packing import AttentionOptions, Packed, common_prefix
+from verl.models.policy import Policy
+
+GIB = 1 << 30
 
 Owner = TypeVar("Owner")
 
@@ -76,6 +85,62 @@ class Cache:
 
     prompts: Store = field(default_factory=Store)
     responses: Store = field(default_factory=Store)
+
+
+class _Probe:
+    """A layout that attends to nothing and counts the bytes that a token would leave in the cache."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        del layer, options
+        self.bytes += (k[0].numel() + v[0].numel()) * k.element_size()
+        return v.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def bytes_per_token(policy: Policy) -> int:
+    """What one token leaves in the cache, found by a forward of one token: right for every architecture."""
+    probe, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=policy.device)
+    with torch.no_grad():
+        policy.hidden(zero, zero, probe)
+    return probe.bytes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``gib`` GiB for keys and values of ``per_token`` bytes a token."""
+
+    gib: float
+    per_token: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.gib * GIB) // self.per_token
+
+    def check(self, tokens: int, what: str = "") -> None:
+        """``RequestError`` unless ``what``, a row of ``tokens`` (else the run's longest), fits; it says what would."""
+        what = what or f"a row of max_prompt_length + max_response_length = {tokens} tokens"
+        if tokens > self.tokens:
+            least = Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(tokens * self.per_token), Decimal(GIB))
+            raise RequestError(
+                f"rollout.cache_gib is {self.gib:g}, but {what} takes {least:f} GiB of keys and values "
+                f"({self.per_token:,} bytes per token): rollout.cache_gib {least:f} or more would fit"
+            )
+
+    def room(self, rows: int, group: float, prompt_length: int, response_length: int) -> tuple[int, int]:
+        """How many of ``rows`` and how many prompts to hold side by side; a prompt and a response always fit.
+
+        ``group``: rows of a prompt, on average. As many rows as fit beside twice the prompts of so many rows: groups
+        whose last rows are long stay with their prompts while others begin. What is left over is for more prompts.
+        """
+
+        def left(n: int) -> int:  # tokens for prompts beside n rows
+            return self.tokens - n * response_length
+
+        fit = (n for n in range(rows, 1, -1) if left(n) >= prompt_length * min(n, math.ceil(2 * n / group)))
+        n = next(fit, 1)
+        return n, min(n, left(n) // prompt_length)
 
 
 class PrefillLayout:

@@ -1,8 +1,9 @@
 """Our own generation on the trainer's own parameters: no copy, no publish, always the newest weights.
 
 One thread computes. Waiting rows are admitted while there is room, new prompts are prefilled once each, then every
-active row decodes one token per step; rows that end leave at once and make room. Nothing is kept when all are done,
-so weights may change between calls.
+active row decodes one token per step; rows that end leave at once and make room. The rows of a prompt are admitted one
+after the other and the prompt stays until the last has ended, so one prefill serves them all, however few fit side by
+side. Nothing is kept when all are done, so weights may change between calls; a later call prefills its prompts anew.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from verl.config.errors import RequestError, RunError
 from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.policy import Policy
 from verl.rollout.base import FinishReason, Request, Response, Sampling
-from verl.rollout.cache import Cache, DecodeLayout, PrefillLayout
+from verl.rollout.cache import Budget, Cache, DecodeLayout, PrefillLayout, bytes_per_token
 from verl.rollout.sampling import choose, noise_key, uniforms
+from verl.rollout.stop import StopTexts
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward; bounds its activations
 
@@ -77,6 +79,8 @@ class NativeEngine:
         eos: every id that ends a response.
         max_rows: most rows decoded side by side.
         tokenizer: needed for stop texts only.
+        cache_gib: most GiB that keys and values take; rows that don't fit wait. ``None``: no limit.
+        max_tokens: of a prompt with its response, where known; ``RequestError`` if one such row doesn't fit.
     """
 
     def __init__(
@@ -85,10 +89,16 @@ class NativeEngine:
         eos: frozenset[int],
         max_rows: int = 256,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        cache_gib: float | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         if max_rows < 1:
             raise RequestError(f"max_rows is {max_rows}, must be at least 1")
         self.policy, self.eos, self.max_rows, self.tokenizer = policy, eos, max_rows, tokenizer
+        self.budget = None if cache_gib is None else Budget(cache_gib, bytes_per_token(policy))
+        if self.budget is not None and max_tokens is not None:
+            self.budget.check(max_tokens)
         self.version = 0
         self._broken = ""  # why there are no whole weights
         self.counters = Work()
@@ -100,7 +110,8 @@ class NativeEngine:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Response]:
         """See ``RolloutEngine``. Calls of one event-loop turn are computed as one batch, in call order, so their
-        results are reproducible to the bit; a call made while a batch is running waits for its end."""
+        results are reproducible to the bit; a call made while a batch is running waits for its end. Those of one batch
+        may differ in ``seed`` and ``max_new_tokens`` only; others wait, too."""
         self._check(requests, sampling)
         call, now = _Call(sampling), time.monotonic()
         call.rows = [_Row(call, r, noise_key(sampling.seed, r.prompt_id, r.sample), now) for r in requests]
@@ -179,12 +190,24 @@ class NativeEngine:
                     f"row {r.row_id}: {n} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
                     f"{n + sampling.max_new_tokens}, the model has {limit} positions"
                 )
+            if self.budget is not None:
+                self.budget.check(
+                    n + sampling.max_new_tokens,
+                    f"row {r.row_id} with {n} prompt tokens and max_new_tokens {sampling.max_new_tokens}",
+                )
             if r.row_id in seen:
                 raise RequestError(f"row {r.row_id} is requested twice")
             seen.add(r.row_id)
 
+    def _together(self, calls: Sequence[_Call]) -> bool:
+        """Whether these calls can be one batch: alike in what chooses tokens, the longest prompt fits beside the
+        longest response."""
+        alike = {replace(call.sampling, seed=0, max_new_tokens=1) for call in calls}
+        prompt, response = _longest([row for call in calls for row in call.rows])
+        return len(alike) == 1 and (self.budget is None or prompt + response <= self.budget.tokens)
+
     async def _drive(self) -> None:
-        """Compute waiting calls, batch after batch; those of equal sampling at the head of the queue are one batch."""
+        """Compute waiting calls, batch after batch; those at the head of the queue that go together are one batch."""
         loop = asyncio.get_running_loop()
 
         def deliver(call: _Call, result: Response | BaseException) -> None:
@@ -192,12 +215,11 @@ class NativeEngine:
 
         try:
             while self._waiting:
-                sampling = self._waiting[0].sampling
-                while self._waiting and self._waiting[0].sampling == sampling:
+                while self._waiting and self._together([*self._running, self._waiting[0]]):
                     self._running.append(self._waiting.pop(0))
                 rows = [row for call in self._running for row in call.rows]
                 try:
-                    await loop.run_in_executor(self.thread, self._generate, rows, sampling, deliver)
+                    await loop.run_in_executor(self.thread, self._generate, rows, deliver)
                 except Exception as error:
                     for call in self._running:
                         deliver(call, error)
@@ -209,13 +231,11 @@ class NativeEngine:
                 call.results.put_nowait(RunError("generation was cancelled"))
             self._running, self._waiting = [], []
 
-    def _generate(
-        self, rows: Sequence[_Row], sampling: Sampling, deliver: Callable[[_Call, Response | BaseException], None]
-    ) -> None:
+    def _generate(self, rows: Sequence[_Row], deliver: Callable[[_Call, Response | BaseException], None]) -> None:
         """In the computing thread: all rows to their ends."""
         version = self.version
         with torch.no_grad():  # not inference mode, whose tensors a model might keep
-            for row in _Batch(self.policy, self.eos, self.max_rows, self.tokenizer, self.counters, sampling).run(rows):
+            for row in _Batch(self, rows).run():
                 assert row.reason is not None
                 deliver(
                     row.call,
@@ -233,35 +253,49 @@ class NativeEngine:
 class _Batch:
     """The continuous batch: ``rows`` and ``groups`` are in the order of their cache slots."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        eos: frozenset[int],
-        max_rows: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-        work: Work,
-        sampling: Sampling,
-    ) -> None:
-        self.policy, self.eos, self.max_rows, self.work, self.sampling = policy, eos, max_rows, work, sampling
-        self.stop = _StopTexts(tokenizer, sampling.stop) if tokenizer is not None and sampling.stop else None
+    def __init__(self, engine: NativeEngine, rows: Sequence[_Row]) -> None:
+        self.policy, self.eos, self.work = engine.policy, engine.eos, engine.counters
+        self.sampling = rows[0].call.sampling  # the others' differ in seed and max_new_tokens only
+        texts, tokenizer = self.sampling.stop, engine.tokenizer
+        self.stop = StopTexts(tokenizer, texts) if tokenizer is not None and texts else None
+        self.needed = Counter(row.request.prompt_ids for row in rows)  # rows that have not ended, waiting ones too
+        order = {prompt: i for i, prompt in enumerate(self.needed)}
+        self.waiting = deque(sorted(rows, key=lambda row: order[row.request.prompt_ids]))
         self.cache = Cache()
         self.rows: list[_Row] = []
         self.groups: list[_Group] = []
         self.by_prompt: dict[tuple[int, ...], _Group] = {}
-        self.needed: Counter[tuple[int, ...]] = Counter()  # rows of each prompt that have not ended, waiting ones too
+        self.most_rows, self.most_groups = min(engine.max_rows, len(rows)), len(order)
+        if engine.budget is None:
+            self.cache.responses.reserve(self.most_rows, 16)
+        else:
+            prompt, response = _longest(rows)
+            response -= 1  # the last token is nobody's key
+            self.most_rows, self.most_groups = engine.budget.room(
+                self.most_rows, len(rows) / len(order), prompt, response
+            )
+            self.cache.responses.reserve(self.most_rows, response)
+            self.cache.prompts.reserve(self.most_groups, prompt)
 
-    def run(self, rows: Sequence[_Row]) -> Iterator[_Row]:
+    def run(self) -> Iterator[_Row]:
         """Gives rows as they end, ``reason`` set."""
-        self.needed.update(row.request.prompt_ids for row in rows)
-        self.cache.responses.reserve(min(self.max_rows, len(rows)), 16)
-        waiting = deque(rows)
-        while waiting or self.rows:
-            new = [waiting.popleft() for _ in range(min(len(waiting), self.max_rows - len(self.rows)))]
-            self._admit(new)
+        while self.waiting or self.rows:
+            self._admit(self._next())
             yield from self._leave()
             if self.rows:
                 self._decode()
                 yield from self._leave()
+
+    def _next(self) -> list[_Row]:
+        """The waiting rows that there is room for."""
+        new: list[_Row] = []
+        prompts = set(self.by_prompt)
+        while self.waiting and len(self.rows) + len(new) < self.most_rows:
+            prompts.add(self.waiting[0].request.prompt_ids)
+            if len(prompts) > self.most_groups:
+                break
+            new.append(self.waiting.popleft())
+        return new
 
     def _admit(self, new: Sequence[_Row]) -> None:
         """Prefill the prompts that are new and sample each row's first token."""
@@ -315,7 +349,7 @@ class _Batch:
             row.logprobs.append(logprob)
             if token in self.eos or (self.stop and self.stop.ends(row.ids)):
                 row.reason = "stop"
-            elif len(row.ids) == self.sampling.max_new_tokens:
+            elif len(row.ids) == row.call.sampling.max_new_tokens:
                 row.reason = "length"
             elif row.aborted:
                 row.reason = "abort"
@@ -333,6 +367,12 @@ class _Batch:
         return gone
 
 
+def _longest(rows: Sequence[_Row]) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response that these rows may come to."""
+    prompt = max(len(row.request.prompt_ids) for row in rows)
+    return prompt, max(row.call.sampling.max_new_tokens for row in rows)
+
+
 def _by_tokens(prompts: Sequence[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
     """Runs of prompts of at most ``budget`` tokens together; a longer prompt is a run of its own."""
     part: list[tuple[int, ...]] = []
@@ -345,16 +385,3 @@ def _by_tokens(prompts: Sequence[tuple[int, ...]], budget: int) -> Iterator[list
         tokens += len(prompt)
     if part:
         yield part
-
-
-class _StopTexts:
-    """Looks for stop texts in the decoded tail of a response."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
-        self.tokenizer, self.texts = tokenizer, texts
-        # a token is at least one byte of text; a few more, as decoding may strip or garble the first of a tail
-        self.tail = max(len(text.encode()) for text in texts) + 4
-
-    def ends(self, ids: list[int]) -> bool:
-        text = self.tokenizer.decode(ids[-self.tail :], skip_special_tokens=False)
-        return any(stop in text for stop in self.texts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.rollout.base import Sampling
 
 BLOCK = 256  # ids
-CHUNK = 1 << 19  # logits treated at a time: the passes over them then run in the processor's cache
+CHUNK = 1 << 19  # logits treated at a time on a CPU: the passes over them then run in its cache
 
 
 def noise_key(seed: int, prompt_id: str, sample: int) -> int:
@@ -47,7 +47,7 @@ def choose(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, T
     The draw inverts the cumulative distribution in vocabulary order, in float64: a rounding difference in the logits
     moves its boundaries by as little, so the same noise gives the same token.
     """
-    rows = max(1, CHUNK // logits.shape[1])
+    rows = max(1, logits.shape[0] if logits.is_cuda else CHUNK // logits.shape[1])
     parts = [_choose(z, u, sampling) for z, u in zip(logits.split(rows), noise.split(rows), strict=True)]
     ids, logprobs = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs)

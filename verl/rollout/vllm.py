@@ -44,8 +44,8 @@ from verl.config.errors import RequestError, RunError
 from verl.models.decoder import Decoder
 from verl.models.naming import check_fit
 from verl.rollout.base import FinishReason, Request, Response, Sampling
-from verl.rollout.native import _StopTexts
 from verl.rollout.sampling import choose, noise_key, uniforms
+from verl.rollout.stop import StopTexts
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class _Call:
 
     sampling: Sampling
     loop: asyncio.AbstractEventLoop
-    stop: _StopTexts | None
+    stop: StopTexts | None
     results: asyncio.Queue[Response | BaseException] = field(default_factory=asyncio.Queue)
     rows: list[_Row] = field(default_factory=list)
 
@@ -233,7 +233,7 @@ class VllmEngine:
         self._check(requests, sampling)
         if not requests:
             return
-        stop = _StopTexts(self.tokenizer, sampling.stop) if self.tokenizer is not None and sampling.stop else None
+        stop = StopTexts(self.tokenizer, sampling.stop) if self.tokenizer is not None and sampling.stop else None
         call, now = _Call(sampling, asyncio.get_running_loop(), stop), time.monotonic()
         call.rows = [_Row(call, r, noise_key(sampling.seed, r.prompt_id, r.sample), now) for r in requests]
         with self._lock:

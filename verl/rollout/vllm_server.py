@@ -169,10 +169,9 @@ class ServerEngine(HttpEngine):
                 raise
             raise RunError(f"the weights were not taken: {error}; restart the server before the next load") from None
         raise RequestError(
-            f"{server.url} can't take new weights ({path.partition('?')[0]} is not there). Three ways: start it with "
+            f"{server.url} can't take new weights ({path.partition('?')[0]} is not there). Start it with "
             f"VLLM_SERVER_DEV_MODE=1 and let it read {self.kept} (whole weights); or train a LoRA policy and start it "
-            "with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; or let it keep its "
-            "weights: max_staleness with a correction"
+            "with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         )
 
     async def _process(self, server: Server) -> str:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import time
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ from verl.runtime.crew import ROLES, Crew, Span, located, retrieved
 from verl.runtime.generation import outside
 from verl.runtime.host import gather
 from verl.runtime.load import Workers, layout_of, section_of
-from verl.runtime.orders import Done, Fetch, Order, compact
+from verl.runtime.orders import Done, Fetch, Order, Shown, compact
 from verl.runtime.publish import table_of
 from verl.seats import Seats, seat
 from verl.workers.lap import merged
@@ -144,6 +145,8 @@ class Controller:
             await self._give_up_ahead()
             raise
         with located(step, "end of the lap"):
+            if any(walk.metrics.get(f"{family}/bad_steps") for family in ("policy", "critic")):
+                await self._show_all(walk)
             await self.crew.everywhere("finish", step)
         if walk.kl_per_response is not None:
             with located(step, "kl"):
@@ -158,6 +161,17 @@ class Controller:
         metrics["time/step"] = end - start
         metrics["throughput/tokens_per_second"] = lot.tokens / (end - start)
         return LapResult(metrics, lot.collected)
+
+    async def _show_all(self, walk: Walk) -> None:
+        """Tell the tokens of all sampled rows, so that people can look at what made the optimizer skip a step."""
+        collected, hosts = walk.lot.collected, walk.lot.hosts
+        if collected is None or "response_ids" not in walk.holders:
+            return
+        by_host = {host: [i for i, other in enumerate(hosts) if other == host] for host in set(hosts)}
+        calls = {host: (walk.step, rows, ("response_ids",)) for host, rows in by_host.items()}
+        for host, batch in (await self.crew.each("give", calls)).items():
+            for i, ids in zip(by_host[host], batch.ragged("response_ids").rows(), strict=True):
+                collected.shown.setdefault(i, Shown(array("i", ids.tolist()), array("f")))
 
     async def _collect(self, step: int) -> Lot:
         ahead, self._ahead = self._ahead, None
@@ -216,12 +230,15 @@ class Controller:
 
     async def _publish(self, step: int) -> dict[str, float | None]:
         """Every rollout samples from the weights of this lap's end; what it took."""
+        if self._ahead is not None:  # all rows of a lap are sampled from one version
+            await asyncio.wait([self._ahead])
         ranks = sorted({*self.crew.of("actor"), *self.crew.of("rollout")})
-        start = time.time()
+        start, failed = time.time(), self._failed
+        self._failed = f"publish {step}"
         with located(step, "publish"):
             async with self.crew.hold(ranks):
                 reports: dict[int, Report] = await self.crew.each("publish", {rank: (step, DEBUG) for rank in ranks})
-        self.published = step
+        self.published, self._failed = step, failed
         for rank in ranks:
             self.crew.record(Span("publish", rank, step, start, time.time()))
         self._tell([t for rank, r in reports.items() for t in r.transfers if t.target == rank], f"publish {step}")
@@ -252,7 +269,8 @@ class Controller:
         before = set(walk.metrics)
         await self._run(actor.ops["fit"], walk, judge=True)
         await self.crew.everywhere("finish", JUDGED)
-        return {name: v for name, v in walk.metrics.items() if name not in before and v is not None}
+        told = {name: v for name, v in walk.metrics.items() if name not in before | {"columns/bytes"} and v is not None}
+        return told
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
@@ -268,6 +286,8 @@ class Controller:
         fetched = [transfer for d in told for transfer in d.fetched]
         self._tell(fetched, f"step {walk.step}, {op.label}")
         walk.metrics["columns/bytes"] = (walk.metrics.get("columns/bytes") or 0.0) + sum(t.bytes for t in fetched)
+        longest = max(sum(t.seconds for t in d.fetched) for d in told)
+        walk.seconds["columns"] = walk.seconds.get("columns", 0.0) + longest
         walk.seconds[op.label] = max(d.end - d.start for d in told)
         walk.metrics |= merged([d.metrics for d in told])
         for rank, d in done.items():
@@ -298,7 +318,11 @@ class Controller:
         def order(rank: int, forward: Seats | None, update: Seats | None, others: Sequence[int] = ()) -> Order:
             name = "judge" if judge else op.name
             asked = Order(role, name, walk.step, walk.kl_coef, columns, forward, update, others)
-            return dataclasses.replace(asked, fetch=self._fetches(rank, asked.rows, columns, walk))
+            if self.cfg.hybrid_engine:
+                fetch = self._fetches(rank, asked.rows, columns, walk)
+            else:  # the plain way, to compare: everything that there is, everywhere
+                fetch = self._fetches(rank, range(len(lot)), tuple(walk.holders), walk)
+            return dataclasses.replace(asked, fetch=fetch)
 
         if op.seats == "one":
             return {ranks[0]: order(ranks[0], None, None, range(len(lot)))}

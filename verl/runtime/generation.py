@@ -36,7 +36,10 @@ def rollout_engine(
     r, actor = cfg.rollout, cfg.actor_model_config
     if not outside(cfg):
         assert policy is not None
-        return NativeEngine(policy, eos_ids(policy.lm, tokenizer), r.max_rows, tokenizer)
+        return NativeEngine(
+            policy, eos_ids(policy.lm, tokenizer), r.max_rows, tokenizer, cache_gib=r.cache_gib,
+            max_tokens=cfg.max_prompt_length + cfg.max_response_length,
+        )  # fmt: skip
     source = actor.model_name_or_path
     assert isinstance(source, str)  # the configuration's rules see to it
     adapter = _adapter(actor)

@@ -9,6 +9,7 @@ until these end; only ids, masks, values and their gradients cross.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
 import itertools
 import os
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.batch import Ragged
@@ -38,10 +40,12 @@ from verl.models.factory import create_model, eos_ids, packed_attention
 from verl.models.naming import own_tensors
 from verl.models.packing import pack
 from verl.models.policy import Policy
+from verl.models.probe import probe
 from verl.models.value import Value
 from verl.rollout.base import Request, Response, Sampling
 from verl.rollout.native import NativeEngine
 
+PATIENCE = timedelta(days=1)  # of a process that waits for another: one may generate for long
 VALUES, BACKWARD, STEP, STOP = range(4)  # what a process of the critic alone is asked
 
 
@@ -72,6 +76,8 @@ class HybridEngine:
         hybrid_config: keys of ``HybridConfig``: ``reshard_interval`` (steps between publishes), ``incremental``,
             ``bucket_mib``.
         tokenizer: whose end-of-sequence ids end responses, beside those of the model's own configuration.
+        dtype: of a model that is read here; with bf16 your optimizer must keep fp32 masters, or small steps are lost. A
+            loaded model keeps its own. The critic's is always float32.
         critic_lr: ``step`` makes the critic's optimizer step, AdamW's, with this learning rate. ``None``: your own
             optimizer does, over ``critic_model.parameters()``; only where the critic is in the actor's processes.
 
@@ -82,14 +88,14 @@ class HybridEngine:
     def __init__(
         self, model: str | PreTrainedModel, actor_devices: Any = "cpu", critic_devices: Any = None,
         hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: PreTrainedTokenizerBase | None = None,
-        critic_lr: float | None = None, seed: int = 0,
+        dtype: torch.dtype = torch.float32, critic_lr: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         try:
             self.config = HybridConfig.model_validate(dict(hybrid_config or {}))
         except ValidationError as error:
             found = error.errors()[0]
             raise RequestError(f"hybrid_config: {'.'.join(map(str, found['loc']))}: {found['msg']}") from error
-        self.source, self.tokenizer, self.critic_lr, self.seed = model, tokenizer, critic_lr, seed
+        self.source, self.tokenizer, self.dtype, self.critic_lr, self.seed = model, tokenizer, dtype, critic_lr, seed
         self.places = _Places.of(actor_devices, critic_devices)
         if self.places.apart and critic_lr is None:
             raise RequestError(
@@ -97,7 +103,10 @@ class HybridEngine:
                 "critic_lr=1e-5 or 5e-6"
             )
         self.steps = self.version = 0
+        self._closed = False
         self._crossed: dict[str, int] = {}
+        if self.places.apart and not self.places.serves:
+            atexit.register(self.close)  # the critic's process waits for this one's end
 
     @cached_property
     def actor_model(self) -> ActorModel:
@@ -115,7 +124,7 @@ class HybridEngine:
         if isinstance(self.source, nn.Module):
             lm: Any = nn.Module.to(self.source, self.places.actor)
         else:
-            lm = create_model(self.source, self.places.actor)
+            lm = create_model(self.source, self.places.actor, self.dtype)
         without_dropout(lm)
         return lm
 
@@ -141,6 +150,8 @@ class HybridEngine:
         """
         self._serve()
         self.steps += 1
+        for module in (self.__dict__.get("actor_model"), self.__dict__.get("critic_model")):
+            _reshard(module)  # what a pass without gradients left whole is older than the optimizer's step
         if "critic_model" in self.__dict__ and self.critic_lr is not None:
             critic: Any = self.critic_model
             critic.step()
@@ -162,9 +173,10 @@ class HybridEngine:
         """End threads, and processes of the critic alone."""
         if "actor_model" in self.__dict__:
             self.actor_model.engine.close()
-        critic: Any = self.__dict__.get("critic_model")
-        if isinstance(critic, RemoteCritic):
+        if self.places.apart and not self.places.serves and not self._closed:
+            critic: Any = self.critic_model
             critic.stop()
+        self._closed = True
 
     def __enter__(self) -> HybridEngine:
         return self
@@ -180,17 +192,21 @@ class ActorModel(nn.Module):
         super().__init__()
         self._hybrid, places = engine, engine.places
         lm = engine._loaded
-        _ = engine._start
+        if not places.apart:
+            _ = engine._start
         self._in_place = places.actors == 1 and engine.config.reshard_interval == 1
         shared: dict[int, Any] = {id(t): t for t in (*lm.parameters(), *lm.buffers())} if self._in_place else {}
         mine: Any = copy.deepcopy(lm, shared)  # the same module once more, around the same or other parameters
         packed_attention(base_model(mine))
+        probe(mine)
         if not self._in_place:
             mine.requires_grad_(False)
         self.lm = lm
         self.engine = NativeEngine(Policy(mine), eos_ids(lm, engine.tokenizer), tokenizer=engine.tokenizer)
         self._calls = itertools.count()
-        self._probe: tuple[int, ...] = ()
+        self._probe: tuple[int, ...] = (1, 2, 3, 4)
+        if places.actor.type == "cuda":
+            self.engine.thread.submit(torch.cuda.set_device, places.actor).result()
         if places.actors > 1:
             layers: Any = max((m for m in lm.modules() if isinstance(m, nn.ModuleList)), key=len)
             for layer in layers:
@@ -252,15 +268,17 @@ class ActorModel(nn.Module):
         if self._in_place:
             self.engine.version = version
             return 0, 0.0
-        with self.engine.updating(version):
-            for _ in self._corridor.flow(version, *self._ends(), self.engine.version):
-                pass
+
+        def move() -> None:
+            with self.engine.updating(version):
+                for _ in self._corridor.flow(version, *self._ends(), self.engine.version):
+                    pass
+
+        self.engine.thread.submit(move).result()  # rows that are being sampled end with the weights they began with
         return self._corridor.report.received_bytes, 1e3 * self._corridor.report.seconds
 
     def prove(self) -> None:
         """``RunError`` unless trained model and engine give the last row sampled the same log-probabilities."""
-        if len(self._probe) < 2:
-            return
         policy, tokens = self.engine.policy, self._probe[:64]
         ids = torch.tensor([tokens], device=policy.device)
         packed = pack(Ragged.from_rows([tokens[:1]]), Ragged.from_rows([tokens[1:]])).to(policy.device)
@@ -280,13 +298,17 @@ class ActorModel(nn.Module):
 
 
 class CriticModel(nn.Module):
-    """``values [B, T]`` (float32) before each token, on the actor's device, from a backbone and one linear head."""
+    """``values [B, T]`` (float32), each of the state that ends with that token, on the actor's device; the value before
+    a response's first token is that of the prompt's last."""
 
     def __init__(self, engine: HybridEngine) -> None:
         super().__init__()
         self._hybrid, places = engine, engine.places
-        start = engine._start
-        self.value = Value(start.to(places.critic), engine.seed)
+        start: Any = engine.__dict__.pop("_start", None) or engine._start
+        engine.__dict__.pop("_start", None)
+        if places.serves:
+            engine.__dict__.pop("_loaded", None)
+        self.value = Value(start.to(places.critic, torch.float32), engine.seed)
         self.value.requires_grad_(True).train()
         if places.critics > 1:
             lists = [part for part in self.value.backbone.modules() if isinstance(part, nn.ModuleList)]
@@ -294,7 +316,7 @@ class CriticModel(nn.Module):
             for part in (*layers, self.value.value_head):
                 fully_shard(part, mesh=places.mesh)
             fully_shard(self, mesh=places.mesh)
-        self._optimizer = torch.optim.AdamW(self.parameters(), engine.critic_lr) if engine.critic_lr else None
+        self._optimizer = None if engine.critic_lr is None else torch.optim.AdamW(self.parameters(), engine.critic_lr)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """``input_ids [B, T]``; positions where ``attention_mask`` is 0 have values that mean nothing."""
@@ -458,9 +480,11 @@ class _Places:
             )
         if not dist.is_initialized():
             cuda = any(device.kind == "cuda" for device in both)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
         rank = dist.get_rank()
         here = _torch(both[rank])
+        if here.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun counts each machine's own
+            here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if here.type == "cuda":
             torch.cuda.set_device(here)
         groups = [list(range(len(actors)))] + ([] if together else [list(range(len(actors), processes))])
@@ -470,6 +494,12 @@ class _Places:
         ]  # every process makes every mesh
         mine = 0 if rank < len(actors) else 1
         return _Places(rank, len(actors), len(critics), here, here, not together, meshes[mine], made[0])
+
+
+def _reshard(module: nn.Module | None) -> None:
+    for part in module.modules() if module is not None else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _parsed(name: str, value: Any) -> list[Device]:

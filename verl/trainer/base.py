@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,7 @@ from verl.data.examples import ExampleFeed, Examples
 from verl.data.live import is_live
 from verl.data.loader import DATASETS, Prompt, PromptDataset, PromptFeed, Prompts, open_example_set, open_prompts
 from verl.dataflow.graph import DataFlow
+from verl.metrics.health import GAP_BF16, GAP_FP32, Health
 from verl.metrics.names import member
 from verl.metrics.record import Recorder, Sample, Sink, mean_present
 from verl.metrics.sinks import (
@@ -44,7 +46,7 @@ from verl.metrics.sinks import (
     SampleWriter,
     TensorBoardSink,
 )
-from verl.models.factory import load_tokenizer
+from verl.models.factory import load_tokenizer, resolve_dtype
 from verl.runtime.collect import SHOWN, Collected, Sampler
 from verl.runtime.controller import Controller, LapResult
 from verl.runtime.crew import retrieved
@@ -52,6 +54,7 @@ from verl.runtime.data import source_options, training_prompts
 from verl.runtime.launch import launch, placement_of
 from verl.runtime.orders import Shown
 from verl.trainer.flows import flow_of, needs
+from verl.trainer.health import SkippedSteps, example_rows, sampled_rows, write_rows
 from verl.workers.rollout import Draw
 
 log = logging.getLogger(__name__)
@@ -256,10 +259,23 @@ class Run:
             for logger in (root, logging.getLogger("py.warnings")):  # Python's warnings, where they are captured
                 logger.addHandler(handler)
                 self._closing.append(functools.partial(logger.removeHandler, handler))
+        self._watch(folder / "metrics.jsonl")
         self._evaluations = JsonLines(folder / "eval.jsonl", resume_step)
         self._closing.append(self._evaluations.close)
-        self.recorder = Recorder(sinks, samples, alarms=cfg.metrics.alarms)
+        self.recorder = Recorder(sinks, samples, alarms=cfg.metrics.alarms, alarms_below=cfg.metrics.alarms_below)
         self._closing.append(self.recorder.close)
+
+    def _watch(self, recorded: Path) -> None:
+        """Judge the steps to come, going on from those that were recorded."""
+        cfg, crew = self.cfg, self.controller.crew
+        single = resolve_dtype(cfg.actor_model_config.dtype, crew.group.places[crew.of("actor")[0]].device).itemsize > 2
+        comparable = cfg.rollout.top_p == 1 and not cfg.rollout.top_k and cfg.algorithm.old_logprobs == "trainer"
+        self._health = Health((GAP_FP32 if single else GAP_BF16) if comparable else None)
+        self._skipped = SkippedSteps()
+        with recorded.open() as lines:
+            for line in map(json.loads, lines):
+                self._health.see(line)
+                self._skipped.see(line)
 
     def say(self, text: str) -> None:
         """A line for the person who watches."""
@@ -293,18 +309,65 @@ class Run:
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
         saves = self._save_due(step) and step < self.total_steps
         more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
-        result: LapResult = self._await(self.controller.lap(more=more, fresh=saves))
+        drawn = None if isinstance(self.controller.source, Sampler) else self.feed.state()
+        result = self._lap(step, more=more, fresh=saves)
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
         self._first = self._first or result.metrics
         if evaluates:
             result.metrics |= self.evaluate().metrics
+        for warning in self._health.see(result.metrics):
+            log.warning("step %d: %s", step, warning)
+        result.metrics["health/warnings"] = float(self._health.conditions)
         self.recorder.step(step, result.metrics)
         if result.collected is not None:
-            self.recorder.samples(step, _samples(result.collected, self.tokenizer))
+            self.recorder.samples(step, _samples(result.collected, self.tokenizer)[:SHOWN])
+        self._skipped.see(result.metrics)
+        for role, skipped in self._skipped.by_role.items():
+            if skipped >= self.cfg.metrics.max_bad_steps:
+                self._give_up(step, role, skipped, result.collected, drawn)
         if saves:
             self._save(beside=self.cfg.checkpoint.beside_training and self._more)
         return result
+
+    def _lap(self, step: int, *, more: bool, fresh: bool) -> LapResult:
+        """One lap; with an alarm on ``time/step``, a warning when it lasts longer, even if it never ends."""
+        limit = self.cfg.metrics.alarms.get("time/step")
+
+        async def watched() -> LapResult:
+            late = "step %d has lasted longer than the limit of time/step, %g s, and goes on"
+            timer = limit and asyncio.get_running_loop().call_later(limit, log.warning, late, step, limit)
+            try:
+                return await self.controller.lap(more=more, fresh=fresh)
+            finally:
+                if timer:
+                    timer.cancel()
+
+        result: LapResult = self._await(watched())
+        return result
+
+    def _give_up(
+        self, step: int, role: str, skipped: int, collected: Collected | None, drawn: dict[str, Any] | None
+    ) -> NoReturn:
+        """``RunError``, with the step's rows in a file; ``drawn``: where in the data they begin, if none is sampled."""
+        path = self.folder / "bad_rows.jsonl"
+        try:
+            if collected is not None:
+                write_rows(path, step, sampled_rows(collected, self.tokenizer))
+            elif drawn is not None:
+                self.feed.restore(drawn)
+                count = self.cfg.train_batch_size // self.cfg.group_size
+                write_rows(path, step, example_rows(self.feed.take(count)))  # type: ignore[arg-type]
+            rows = f"The step's rows are in {path}: look for numbers out of all proportion"
+        except (RunError, RequestError) as error:
+            rows = f"Its rows could not be written down: {error}"
+        with contextlib.suppress(Exception):
+            self._end_save()
+        raise RunError(
+            f"step {step}: {skipped} optimizer steps of the {role} in a row were skipped, the gradient was NaN or "
+            f"infinite (metrics.max_bad_steps {self.cfg.metrics.max_bad_steps}). {rows}, or resume with a lower "
+            f"{role}_model_config.optimizer.lr. Checkpoints are as they were. {self.store.standing()}"
+        )
 
     def _save_due(self, step: int) -> bool:
         every, minutes = self.cfg.checkpoint.every_steps, self.cfg.checkpoint.every_minutes

@@ -16,7 +16,8 @@ longest take by the same measure.
 ``--clock processor`` counts the processor time of this process instead, which neighbours on a shared machine disturb
 less; set OMP_NUM_THREADS=1 for it, as threads that wait for each other count, too.
 
-Run so far: native and ``generate`` on a CPU. vLLM is taken on CUDA only, in a process of its own; that part hasn't run.
+Run so far: native and ``generate`` on a CPU. vLLM is taken on CUDA only, in a process of its own; that part has not
+been run, nor has anything here on a GPU.
 """
 
 from __future__ import annotations

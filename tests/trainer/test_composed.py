@@ -36,7 +36,7 @@ def service(tmp_path: Path) -> Iterator[str]:
 
 def test_a_run_of_everything_that_is_killed_goes_on(tmp_path: Path, service: str):
     model = runs.small(tmp_path / "small")
-    actor = {"model_name_or_path": model, "dtype": "fp32", "use_lora": True, "lora_r": 4, "optimizer": {"lr": 1e-2}}
+    actor = {"model_name_or_path": model, "dtype": "fp32", "use_lora": True, "lora_r": 4, "optimizer": {"lr": 2e-3}}
     keys = {
         "actor_model_config": actor, "reward_fn": [{"name": "http", "url": service}], "micro_batch_size": 4,
         "max_tokens_per_micro_batch": 40, "checkpoint": {"every_steps": 2}, "eval": {}, "log_level": "DEBUG",

@@ -270,10 +270,11 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             "http://127.0.0.1:8000 or a list of such would fit",
         )
     readers = {"url": servers, "model": r.engine == "openai", "api_key_env": servers, "weights_dir": servers}
-    for key, read in (readers | {"timeout": servers, "options": r.engine == "vllm"}).items():
+    readers |= {"timeout": servers, "options": r.engine == "vllm", "cache_gib": r.engine in ("auto", "native")}
+    for key, read in readers.items():
         given = getattr(r, key) != type(r).model_fields[key].get_default(call_default_factory=True)
         if given and not read:
-            which = "vllm" if key == "options" else "openai" if key == "model" else "openai or sglang"
+            which = {"options": "vllm", "model": "openai", "cache_gib": "native"}.get(key, "openai or sglang")
             yield Violation(
                 (f"rollout.{key}", "rollout.engine"),
                 f"rollout.{key} is given, but rollout.engine {r.engine} doesn't read it; leave it out, or "

@@ -8,21 +8,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
 from verl.models.adapters import CONFIG, base_of, is_adapter_folder
 from verl.models.factory import eos_ids
+from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
 from verl.rollout.base import RolloutEngine
+from verl.rollout.cache import Budget, bytes_per_token
 from verl.rollout.native import NativeEngine
 
 
 def outside(cfg: RunConfig) -> bool:
     """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
     return cfg.rollout.engine in ("vllm", "openai", "sglang")
+
+
+def check_cache(cfg: RunConfig, dtype: torch.dtype) -> None:
+    """``RequestError`` where ``rollout.cache_gib`` is too small for one row: from the model's configuration alone,
+    before weights are read. What computes nothing without weights is left to the engine, which checks again."""
+    source, trust = cfg.actor_model_config.model_name_or_path, cfg.actor_model_config.trust_remote_code
+    if cfg.rollout.cache_gib is None or not isinstance(source, str):
+        return
+    config = AutoConfig.from_pretrained(
+        base_of(source) if is_adapter_folder(source) else source, trust_remote_code=trust
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
+            )
+            per_token = bytes_per_token(Policy(lm))
+    except (NotImplementedError, RuntimeError):
+        return
+    Budget(cfg.rollout.cache_gib, per_token).check(cfg.max_prompt_length + cfg.max_response_length)
 
 
 def rollout_engine(

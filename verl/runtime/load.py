@@ -32,7 +32,7 @@ from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 from verl.rewards.base import Rewards, build_rewards
-from verl.runtime.generation import outside, rollout_engine
+from verl.runtime.generation import check_cache, outside, rollout_engine
 from verl.runtime.publish import Plainly, Publisher, Through
 from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker, ProcessRewardWorker
@@ -81,6 +81,8 @@ def load(
     """Load the models of ``context.rank``'s roles and build their workers. All hosts call it together."""
     recipe, actor_cfg = cfg.algorithm.recipe, cfg.actor_model_config
     mine = {role for role, ranks in placement.roles.items() if context.rank in ranks}
+    if "rollout" in mine:
+        check_cache(cfg, resolve_dtype(actor_cfg.dtype, device))
     meshes = _Meshes(cfg, placement, context, device)
     critic_cfg = judge_cfg = None
     if "critic" in mine:

@@ -6,6 +6,7 @@ All on one cluster of two nodes of this machine, ``first`` and ``second``.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import os
 import re
@@ -169,6 +170,19 @@ def test_a_worker_that_stands_still_is_lost(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
+def silent(context: Context, seconds: int) -> object:
+    """Imports and loads like this, holding Python's lock, so that no other thread answers."""
+    ctypes.PyDLL(None).sleep(seconds)
+    return worker(context)
+
+
+def test_a_start_may_be_silent_for_long() -> None:
+    with closing(group(silent, (4,), heartbeat=1.0)) as workers:
+        assert asyncio.run(workers.call(0, "echo", 1)) == (1,)
+    with pytest.raises(WorkerLost, match="within 2 s"):
+        group(silent, (9,), heartbeat=1.0, start_timeout=2.0)
+
+
 def test_an_argument_that_cannot_be_sent_starts_nothing() -> None:
     with pytest.raises(RequestError, match=r"argument 0 \(lock\).*cannot pickle"):
         group(worker, (threading.Lock(),))
@@ -251,3 +265,27 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "verl.cluster.ray")
     with pytest.raises(RequestError, match=r"needs the package ray.*pip install 'verl\[ray\]'"):
         importlib.import_module("verl.cluster.ray")
+
+
+def test_a_lost_group_leaves_its_cluster_to_the_next() -> None:
+    """Each end of Ray would leave files open in this process; the group that ends well ends it."""
+    body = """
+    import contextlib
+    import ray
+    from verl.cluster.group import WorkerLost
+    def lose(group):
+        os.kill(group.places[1].pid, signal.SIGKILL)
+        with contextlib.suppress(WorkerLost):
+            asyncio.run(group.call(1, "hold"))
+        group.close()
+        return len(os.listdir("/proc/self/fd"))
+    first = lose(begin(logs=None))
+    session = ray._private.worker._global_node.get_session_dir_path()
+    lose(begin(logs=None))
+    print(lose(begin(logs=None)) <= first + 1, session == ray._private.worker._global_node.get_session_dir_path())
+    begin(logs=None).close()
+    print(ray.is_initialized())
+    """
+    with script(body, RAY_ADDRESS="") as process:
+        output, errors = process.communicate(timeout=200)
+    assert (output.splitlines(), errors) == (["True True", "False"], "")

@@ -44,6 +44,8 @@ CPUS = 0.001  # per worker: Ray counts CPUs and binds nobody to them, so that a 
 _BEAT = 0.5  # seconds between two looks at the workers
 _MANY = 100_000  # calls: more than there ever are
 
+_left = threading.Event()  # a lost group of ours left Ray running, for the next one; else Ray ends with the process
+
 
 class RayGroup:
     """``WorkerGroup`` of actors, one per spec, each with a GPU of its own where its spec says ``cuda``.
@@ -87,8 +89,8 @@ class RayGroup:
         atexit.register(self.close)
         try:
             port = self._place(specs, start_timeout)
+            self._start(made, port, start_timeout)
             threading.Thread(target=self._watch, daemon=True, name="verl-ray-watch").start()
-            self._start(made, port)
         except BaseException:
             self.close()
             raise
@@ -135,8 +137,10 @@ class RayGroup:
                         os.kill(pid, signal.SIGKILL)
         if self._bundles is not None:
             remove_placement_group(self._bundles)
-        if self._ours:
+        if self._ours and whole:
             ray.shutdown()
+        elif self._ours:  # for the next one: Ray leaves two files open each time it ends
+            _left.set()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -177,8 +181,10 @@ class RayGroup:
         self.places, self._hosts, self._spaces, ports = map(list, zip(*found, strict=True))
         return ports[0]
 
-    def _start(self, made: bytes, port: int) -> None:
-        """Have the factory make the objects; the first failure ends it for all."""
+    def _start(self, made: bytes, port: int, limit: float) -> None:
+        """Have the factory make the objects; the first failure ends it for all. A worker that imports and loads may be
+        silent for long: here only ``limit`` seconds count."""
+        end = time.monotonic() + limit
         host = self._hosts[0] if len(set(self._hosts)) > 1 else "127.0.0.1"
         meet = f"tcp://{host}:{port}" if len(self._hosts) > 1 else None
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -196,6 +202,8 @@ class RayGroup:
                     self._lose(rank, _cause(error))
                 else:
                     _outcome(*reply)
+            if self._lost is None and waiting and time.monotonic() > end:
+                self._lose(min(waiting.values()), f"was not ready within {limit:g} s")
             if self._lost is not None:
                 raise self._loss()
 
@@ -407,9 +415,12 @@ def _write_to(path: Path) -> None:
 
 
 def _connect(address: str | None) -> bool:
-    """Make sure that Ray runs. Returns whether it was started, or joined, here."""
+    """Make sure that Ray runs. Returns whether it was started, or joined, here or by a group that was lost."""
     if ray.is_initialized():
-        return False
+        ours = _left.is_set()
+        _left.clear()
+        return ours
+    _left.clear()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     host, _, port = address.rpartition(":")

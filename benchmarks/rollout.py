@@ -16,8 +16,17 @@ longest take by the same measure.
 ``--clock processor`` counts the processor time of this process instead, which neighbours on a shared machine disturb
 less; set OMP_NUM_THREADS=1 for it, as threads that wait for each other count, too.
 
-Run so far: native and ``generate`` on a CPU. vLLM is taken on CUDA only, in a process of its own; that part has not
-been run, nor has anything here on a GPU.
+vLLM is taken on CUDA only, in a process of its own.
+
+    python benchmarks/rollout.py --device cuda --random 1.5b [--engines native vllm stock generate] [--groups 64]
+        [--samples 8] [--prompt 128] [--new 512] [--ragged-rows 1024] [--mean 256] [--most 1024] [--repeats 2]
+
+has a random model of Qwen2's shape (``1.5b``, ``7b``; ``toy`` is for trying) made on the spot, and groups of samples
+of one prompt: rows of equal length, and ragged ones (lognormal around ``--mean``, cut at ``--most``), each drawn
+plainly and with temperature 0.8, top_k 50 and top_p 0.95. Log-probabilities of the sampled tokens always come along.
+Engines run one after the other, each in a process of its own; the best of ``--repeats`` counts, after one run that
+isn't counted. ``vllm`` is ``rollout.engine: vllm``, which chooses tokens by our rule so that they are the native
+engine's; ``stock`` is vLLM alone, with its own sampler. ``generate`` takes the rows of equal length, drawn plainly.
 """
 
 from __future__ import annotations
@@ -25,9 +34,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import math
 import multiprocessing
 import random
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,11 +48,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from verl.config.model import ModelConfig
 from verl.models.factory import load_model, resolve_dtype
 from verl.models.naming import own_tensors
+from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
 from verl.rollout.base import Request, RolloutEngine, Sampling
 from verl.rollout.native import NativeEngine
@@ -121,6 +141,162 @@ def vllm(model: str, device: str, dtype: torch.dtype, most: int, longest: int) -
     return run
 
 
+SHAPES = {  # hidden, intermediate, layers, heads, key heads, tied embeddings
+    "toy": (64, 128, 2, 4, 2, True),
+    "1.5b": (1536, 8960, 28, 12, 2, True),
+    "7b": (3584, 18944, 28, 28, 4, False),
+}
+DRAWS = {"plain": {}, "0.8, k 50, p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95}}
+Case = tuple[str, str, Lengths]  # name, of DRAWS, rows
+
+
+def random_model(kind: str, device: str, dtype: torch.dtype) -> Any:
+    hidden, wide, layers, heads, kv_heads, tied = SHAPES[kind]
+    config = Qwen2Config(
+        vocab_size=1000 if kind == "toy" else 151936, hidden_size=hidden, intermediate_size=wide,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        lm = Qwen2ForCausalLM(config).eval()
+    torch.set_default_dtype(before)
+    return lm
+
+
+def saved(kind: str, device: str, dtype: torch.dtype) -> str:
+    """A folder with the random model and a byte-level tokenizer of as many tokens."""
+    folder = Path(tempfile.gettempdir()) / f"verl-random-{kind}-{dtype}"
+    if not (folder / "tokenizer.json").exists():
+        lm = random_model(kind, device, dtype)
+        lm.save_pretrained(folder)
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        unused = [f"<unused{i}>" for i in range(lm.config.vocab_size - len(letters))]
+        backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*letters, *unused])}, merges=[]))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=unused[0]).save_pretrained(folder)
+    return str(folder)
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    draw = random.Random(0)
+    size = 1000 if args.random == "toy" else 151936
+
+    def asked(rows: int) -> list[Request]:
+        prompts = [tuple(draw.randrange(size) for _ in range(args.prompt)) for _ in range(-(-rows // args.samples))]
+        return [
+            Request(f"{i}", f"{i // args.samples}", prompts[i // args.samples], i % args.samples) for i in range(rows)
+        ]
+
+    equal = dict.fromkeys(asked(args.groups * args.samples), args.new)
+    mu = math.log(args.mean) - 0.8**2 / 2
+    ragged = {r: max(1, min(args.most, round(draw.lognormvariate(mu, 0.8)))) for r in asked(args.ragged_rows)}
+    names = (f"{len(equal)} x {args.new}", equal), (f"{len(ragged)} ragged, to {args.most}", ragged)
+    return [(name, how, lengths) for name, lengths in names if lengths for how in DRAWS]
+
+
+def of_engine(engine: RolloutEngine) -> Callable[[str, Lengths], None]:
+    def run(how: str, lengths: Lengths) -> None:
+        async def call(n: int, asked: list[Request]) -> None:
+            async for response in engine.generate(asked, Sampling(max_new_tokens=n, **DRAWS[how])):
+                assert len(response.ids) == len(response.logprobs) == n
+
+        async def calls() -> None:
+            by_length: dict[int, list[Request]] = defaultdict(list)
+            for row, n in lengths.items():
+                by_length[n].append(row)
+            await asyncio.gather(*(call(n, asked) for n, asked in by_length.items()))
+
+        asyncio.run(calls())
+
+    return run
+
+
+def stock(folder: str, dtype: torch.dtype, most: int, longest: int) -> Callable[[str, Lengths], None]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, dtype=str(dtype).removeprefix("torch."), max_num_seqs=most, max_model_len=longest, seed=0)
+
+    def run(how: str, lengths: Lengths) -> None:
+        params = [
+            SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False, **{"top_p": 1.0} | DRAWS[how])
+            for n in lengths.values()
+        ]
+        out = llm.generate([{"prompt_token_ids": list(r.prompt_ids)} for r in lengths], params, use_tqdm=False)
+        assert [len(o.outputs[0].token_ids) for o in out] == list(lengths.values())
+        llm.reset_prefix_cache()
+
+    return run
+
+
+def measure(pipe: Connection, name: str, args: argparse.Namespace) -> None:
+    """In a child: seconds of every case, as they come."""
+    dtype, wanted = resolve_dtype(args.dtype, args.device), cases(args)
+    most = max(len(lengths) for _, _, lengths in wanted)
+    longest = args.prompt + max(max(lengths.values()) for _, _, lengths in wanted)
+    run: Callable[[str, Lengths], None]
+    if name == "native":
+        lm = random_model(args.random, args.device, dtype)
+        lm.set_attn_implementation(ATTENTION)
+        run = of_engine(NativeEngine(Policy(lm), frozenset(), max_rows=most))
+    elif name == "vllm":
+        from verl.rollout.vllm import VllmEngine
+
+        folder = saved(args.random, args.device, dtype)
+        engine = VllmEngine(
+            folder, frozenset(), None, device=args.device, dtype=dtype, max_rows=most, max_tokens=longest,
+            options={"gpu_memory_utilization": 0.8},
+        )  # fmt: skip
+        engine.load(own_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)), 1)
+        run = of_engine(engine)
+    elif name == "stock":
+        run = stock(saved(args.random, args.device, dtype), dtype, most, longest)
+    else:
+        whole = generate(saved(args.random, args.device, dtype), args.device, dtype)
+        run = lambda _, lengths: whole(lengths)  # noqa: E731
+        wanted = wanted[:1]
+    for case, how, lengths in wanted:
+        run(how, dict.fromkeys(lengths, 4) if name == "generate" else lengths)
+        took = []
+        for _ in range(args.repeats):
+            start = time.perf_counter()
+            run(how, lengths)
+            took.append(time.perf_counter() - start)
+        pipe.send((case, how, sum(lengths.values()), max(lengths.values()), min(took)))
+    pipe.send(None)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """A row of the table for each case and engine; an engine that fails loses its own rows alone."""
+    context, found = multiprocessing.get_context("spawn"), {}
+    for name in args.engines:
+        pipe, childs = context.Pipe()
+        child = context.Process(target=measure, args=(childs, name, args))
+        child.start()
+        childs.close()
+        try:
+            while (result := pipe.recv()) is not None:
+                case, how, *numbers = result
+                found[case, how, name] = numbers
+                print(f"{name}: {case}, {how}: {numbers[0] / numbers[2]:,.0f} tokens/s", flush=True)
+        except EOFError:
+            print(f"{name} failed", flush=True)
+        child.join(20)
+        if child.is_alive():
+            child.kill()
+    where = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    print(f"\n{args.random}, {where}\n")
+    print("| rows x tokens | drawn | engine | tokens/s | ms/step | times vLLM | times stock vLLM |")
+    print("|---|---|---|---|---|---|---|")
+    for (case, how, name), (tokens, steps, seconds) in found.items():
+        ratios = (found[case, how, n][2] / seconds if (case, how, n) in found else None for n in ("vllm", "stock"))
+        times = " | ".join("" if r is None else f"{r:.2f}x" for r in ratios)
+        print(f"| {case} | {how} | {name} | {tokens / seconds:,.0f} | {seconds / steps * 1000:.2f} | {times} |")
+
+
 def by_active_rows(seconds: Callable[[Lengths], float], lengths: Lengths) -> float:
     """Seconds of the run if each step cost what it does for its unfinished rows alone."""
     total, before = seconds(dict.fromkeys(lengths, 1)), 1
@@ -141,7 +317,19 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", default="wall", choices=["wall", "processor"])
+    parser.add_argument("--random", choices=list(SHAPES))
+    parser.add_argument("--engines", nargs="+", default=["native", "vllm", "stock", "generate"])
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--ragged-rows", type=int, default=1024)
+    parser.add_argument("--mean", type=int, default=256)
+    parser.add_argument("--most", type=int, default=1024)
     args = parser.parse_args()
+    if args.random:
+        compare(args)
+        return
     clock = time.perf_counter if args.clock == "wall" else time.process_time
 
     def measured(name: str, lengths: Lengths) -> float:

@@ -19,6 +19,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PROMPTS, GROUP, LENGTH = 12, 4, 12  # the demo's step
+PEER = {
+    "per_device_train_batch_size": PROMPTS * GROUP,
+    "gradient_accumulation_steps": 1,
+    "num_generations": GROUP,
+    "max_completion_length": LENGTH,
+    "learning_rate": 4e-5,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+}
 DATA = {"name": "arithmetic", "low": 0, "high": 19, "operations": ["+"], "split": "train"}
 
 
@@ -41,7 +52,8 @@ def ours(model: str, steps: int, folder: Path) -> tuple[list[float], list[float]
 
 def theirs(python: str, model: str, rows: Path, steps: int, out: Path) -> tuple[list[float], list[float]]:
     script = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
-    subprocess.run([python, str(script), model, str(rows), str(steps), str(out)], check=True, cwd=out.parent)
+    settings = json.dumps({"reward": "addition", "dtype": "float32", "config": PEER})
+    subprocess.run([python, str(script), model, str(rows), str(steps), str(out), settings], check=True, cwd=out.parent)
     result = json.loads(out.read_text())
     return result["seconds"], result["reward"]
 

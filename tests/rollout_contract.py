@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.engine_table import REFUSED
 from tests.tiny import EOS, f_bpe, f_gpt2, f_llama
 from verl.config.errors import RequestError, RunError
 from verl.models.naming import own_tensors
@@ -37,6 +38,18 @@ def logprobs_of(lm: PreTrainedModel, prompt: tuple[int, ...], response: tuple[in
     with torch.no_grad():
         logits = lm(ids, attention_mask=torch.ones_like(ids)).logits.float()
     return (logits / temperature).log_softmax(-1)[0, len(prompt) - 1 : -1]
+
+
+def assert_stopped(whole: dict[str, Response], got: dict[str, Response], tokenizer: PreTrainedTokenizerBase) -> None:
+    """``got`` are the rows of ``whole`` up to the token that completes ``ab`` or ``c:``; some have neither."""
+    ends = 0
+    for row_id, row in whole.items():
+        texts = [tokenizer.decode(list(row.ids[: i + 1])) for i in range(len(row.ids))]
+        at = next((i for i, text in enumerate(texts) if "ab" in text or "c:" in text), None)
+        ends += at is not None
+        assert got[row_id].ids == (row.ids if at is None else row.ids[: at + 1])
+        assert got[row_id].finish_reason == ("length" if at is None else "stop")
+    assert 0 < ends < len(whole)
 
 
 class RolloutContract:
@@ -121,13 +134,16 @@ class RolloutContract:
     @pytest.mark.parametrize(
         "options", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.7}], ids=["all", "k", "p", "both"]
     )
-    def test_the_first_token_is_drawn_from_the_distribution(self, options: dict[str, float]) -> None:
+    def test_the_first_token_is_drawn_from_the_distribution(
+        self, options: dict[str, float], record_property: Callable[[str, object], None]
+    ) -> None:
         """Chi-square of draws at temperature 0.7; the logprob is of the truncated distribution."""
         lm, n = self.llama(seed=2), self.draws
         sampling = Sampling(temperature=0.7, max_new_tokens=1, seed=5, **options)  # type: ignore[arg-type]
         if options and not self.truncates:
             with pytest.raises(RequestError, match="top_p"):
                 ask(self.make(copy.deepcopy(lm)), requests(), sampling)
+            record_property(REFUSED, "refused")
             return
         answers = ask(self.make(copy.deepcopy(lm)), requests([(3, 4, 5)], samples=n), sampling)
         p = logprobs_of(lm, (3, 4, 5), (0,), 0.7)[0].double().exp()
@@ -170,14 +186,7 @@ class RolloutContract:
         whole = ask(self.make(copy.deepcopy(lm), eos=frozenset()), requests(samples=8), Sampling(max_new_tokens=24))
         engine = self.make(copy.deepcopy(lm), eos=frozenset(), tokenizer=tokenizer)
         got = ask(engine, requests(samples=8), Sampling(max_new_tokens=24, stop=("ab", "c:")))
-        ends = 0
-        for row_id, row in whole.items():
-            texts = [tokenizer.decode(list(row.ids[: i + 1])) for i in range(len(row.ids))]
-            at = next((i for i, text in enumerate(texts) if "ab" in text or "c:" in text), None)
-            ends += at is not None
-            assert got[row_id].ids == (row.ids if at is None else row.ids[: at + 1])
-            assert got[row_id].finish_reason == ("length" if at is None else "stop")
-        assert 0 < ends < len(whole)
+        assert_stopped(whole, got, tokenizer)
 
     def test_new_weights_change_the_next_token(self) -> None:
         """The same prompts before and after: nothing of the old weights, cached keys included, is left."""

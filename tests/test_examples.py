@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.data.chatml import chatml
 from tests.tiny import f_bpe, f_llama, save
 from verl.config.load import load_config
 from verl.trainer.base import Run
@@ -63,6 +67,36 @@ def test_runs_share_a_reward_server(tmp_path):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_sum_may_be_tried_again(tmp_path, monkeypatch):
+    """The environment's words by hand; and a run in which it answers a small model of bytes."""
+    from examples.try_again import score, turn
+
+    asked, *said = ({"role": r, "content": c} for r, c in (("user", "2 + 3?"), ("assistant", "4"), ("assistant", "=5")))
+    (low,) = turn([asked, said[0]], "5")
+    assert low == {"role": "user", "content": "That is too low. Try again."} and turn([asked, said[1]], "5") is None
+    assert "too high" in turn([asked, said[1]], "4")[0]["content"]
+    assert "say a number" in turn([asked, {"role": "assistant", "content": "well"}], "4")[0]["content"]
+    assert score([asked, said[0], low, said[1]], "5") == {"score": 0.5, "first_try": False, "in_the_end": True}
+    assert score([asked, said[0]], "5")["score"] == 0.0
+
+    monkeypatch.chdir(ROOT)
+    tokenizer = chatml()
+    config = f_llama().config.to_dict() | {"vocab_size": len(tokenizer)}
+    model = save(tmp_path / "model", LlamaForCausalLM(LlamaConfig.from_dict(config)), tokenizer)
+    cfg = load_config(
+        ROOT / "examples" / "try_again.yaml",
+        actor_model_config={"model_name_or_path": model, "dtype": "fp32"}, rollout_batch_size=8, micro_batch_size=8,
+        total_steps=1, max_response_length=256, run_dir=str(tmp_path / "run"), metrics={"tensorboard": False},
+        rollout={"stop": [*string.ascii_letters, *string.digits]}, eval={"dataset": None},
+    )  # fmt: skip
+    with Run(cfg, console=False) as run:
+        run.prepare()
+        run.train()
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert any("Try again." in s["response"] and 0 in s["response_mask"] for s in samples)
+    assert all(s["rewards"].keys() == {"score", "score/first_try", "score/in_the_end"} for s in samples)
 
 
 def test_a_flow_of_one_s_own_runs(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,11 @@ COLUMNS: dict[str, Column] = {
             "response_mask", "bool", "BR", "rollout.generate", "True on tokens the policy chose, False on tool tokens"
         ),
         Column(
-            "sampled_logprobs", "float32", "BR", "rollout.generate", "log-probability under the sampled-from density"
+            "sampled_logprobs",
+            "float32",
+            "BR",
+            "rollout.generate",
+            "log-probability under the sampled-from density; NaN: not sampled",
         ),
         Column("finish_reason", "str", "B", "rollout.generate", "stop, length or abort"),
         Column("version", "int64", "B", "rollout.generate", "weights version that sampled the row"),

@@ -1,6 +1,7 @@
-"""The peer's side of ``vs_trl_cpu.py``: TRL's GRPOTrainer on the rows it is given. Runs in TRL's own environment.
+"""The peer's side of ``vs_trl_cpu.py`` and ``vs_trl_gpu.py``: TRL's GRPOTrainer on the rows it is given. Runs in TRL's
+own environment.
 
-python trl_grpo.py MODEL ROWS.jsonl STEPS OUT.json
+python trl_grpo.py MODEL ROWS.jsonl STEPS OUT.json SETTINGS     (JSON: reward, dtype, config: GRPOConfig's arguments)
 """
 
 import json
@@ -13,15 +14,17 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, GROUP, LENGTH = 12, 4, 12  # the demo's step
 
-
-def reward(completions, answer, **_):
+def addition(completions, answer, **_):
     scores = []
     for completion, gold in zip(completions, answer, strict=True):
         found = re.findall(r"-?\d+", completion[0]["content"])
         scores.append(float(bool(found) and int(found[-1]) == int(gold)))
     return scores
+
+
+def letters(completions, **_):
+    return [len(set(completion)) / 100 for completion in completions]
 
 
 class Clock(TrainerCallback):
@@ -39,45 +42,40 @@ class Clock(TrainerCallback):
             self.rewards.append(float(logs["reward"]))
 
 
-def main(name, rows, steps, out):
+def main(name, rows, steps, out, settings):
+    settings = json.loads(settings)
     with open(rows) as file:
         data = [json.loads(line) for line in file]
-    dataset = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in data]
-    )
+    if settings["reward"] == "addition":
+        data = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in data]
+    dataset = Dataset.from_list(data)
     clock = Clock()
     config = GRPOConfig(
         output_dir="/tmp/trl_out",
-        per_device_train_batch_size=PROMPTS * GROUP,
-        gradient_accumulation_steps=1,
-        num_generations=GROUP,
-        max_completion_length=LENGTH,
         temperature=1.0,
         beta=0.0,
-        learning_rate=4e-5,
         lr_scheduler_type="constant",
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         max_steps=int(steps),
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        **settings["config"],
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, settings["dtype"])),
         processing_class=AutoTokenizer.from_pretrained(name),
-        reward_funcs=reward,
+        reward_funcs={"addition": addition, "letters": letters}[settings["reward"]],
         args=config,
         train_dataset=dataset,
         callbacks=[clock],
     )
     trainer.train()
+    peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     with open(out, "w") as file:
-        json.dump({"seconds": clock.seconds, "reward": clock.rewards}, file)
+        json.dump({"seconds": clock.seconds, "reward": clock.rewards, "peak": [peak]}, file)
 
 
 if __name__ == "__main__":

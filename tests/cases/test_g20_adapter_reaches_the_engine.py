@@ -12,14 +12,14 @@ from tests.tiny import f_llama
 from verl.config.errors import RunError
 from verl.config.model import ModelConfig
 from verl.hybrid.publish import Corridor
-from verl.hybrid.table import Part, Table, parts_of
+from verl.hybrid.table import Table, parts_of
 from verl.hybrid.transport import Alone
 from verl.models.adapters import add_lora
+from verl.models.decoder import in_place
 from verl.models.factory import load_model
 from verl.models.policy import Policy
 from verl.rollout.base import Sampling
 from verl.rollout.native import NativeEngine
-from verl.runtime.publish import in_place
 
 SAMPLING = Sampling(max_new_tokens=6, seed=1)
 CPU = torch.device("cpu")
@@ -40,9 +40,13 @@ def policy(*, lora: bool, head: bool = False) -> Policy:
     return Policy(adapted)
 
 
+def own(policy: Policy) -> dict[str, torch.Tensor]:
+    return in_place(policy.lm, policy.adapter)
+
+
 def change(trained: Policy) -> None:
     with torch.no_grad():
-        for i, (_, tensor) in enumerate(in_place(trained).items()):
+        for i, (_, tensor) in enumerate(own(trained).items()):
             tensor += 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i))
 
 
@@ -56,11 +60,11 @@ def test_the_engine_samples_from_the_new_policy(lora: bool, head: bool):
     base = {name: p.detach().clone() for name, p in trained.lm.named_parameters() if not p.requires_grad}
     engine = NativeEngine(copy.deepcopy(trained), frozenset())
     before = answers(engine)
-    corridor = Corridor(Table.of(parts_of(in_place(trained)), parts_of(in_place(engine.policy))), 0, Alone(CPU))
+    corridor = Corridor(Table.of(parts_of(own(trained)), parts_of(own(engine.policy))), 0, Alone(CPU))
 
     def publish(version: int) -> None:
         with engine.updating(version):
-            for _ in corridor.flow(version, parts_of(in_place(trained)), parts_of(in_place(engine.policy)), 0):
+            for _ in corridor.flow(version, parts_of(own(trained)), parts_of(own(engine.policy)), 0):
                 pass
 
     change(trained)
@@ -79,31 +83,31 @@ def test_the_engine_samples_from_the_new_policy(lora: bool, head: bool):
 
 def test_names_without_a_counterpart_are_counted_and_told():
     trained, generating = policy(lora=True), policy(lora=True)
-    renamed = {name.replace("base_model.", "other."): part for name, part in parts_of(in_place(trained)).items()}
+    renamed = {name.replace("base_model.", "other."): part for name, part in parts_of(own(trained)).items()}
     n = len(renamed)
     with pytest.raises(RunError, match=rf"{n} of {n} weights held by what is trained .*; {n} of {n} weights wanted by"):
-        Table.of(renamed, parts_of(in_place(generating)))
-    some = dict(parts_of(in_place(trained)))
+        Table.of(renamed, parts_of(own(generating)))
+    some = dict(parts_of(own(trained)))
     gone = next(iter(some))
     del some[gone]
     with pytest.raises(RunError, match=rf"^1 of {n} weights wanted by what generates have no counterpart: {gone}$"):
-        Table.of(some, parts_of(in_place(generating)))
+        Table.of(some, parts_of(own(generating)))
 
 
 def test_a_half_updated_engine_does_not_generate():
     trained = policy(lora=False)
     engine = NativeEngine(copy.deepcopy(trained), frozenset())
-    target = parts_of(in_place(engine.policy))
-    source = dict(parts_of(in_place(trained)))
+    target = parts_of(own(engine.policy))
+    source = dict(parts_of(own(trained)))
     corridor = Corridor(Table.of(source, target), 0, Alone(CPU))
     last = list(source)[-1]
-    source[last] = [Part(torch.zeros(1), source[last][0].box)]  # lost on the way
-    with pytest.raises(IndexError), engine.updating(1):
+    source[last] = []  # lost on the way
+    with pytest.raises(RunError, match=f"{last}: none of 0 parts"), engine.updating(1):
         for _ in corridor.flow(1, source, target):
             pass
     with pytest.raises(RunError, match="no whole weights: loading version 1 failed"):
         ask(engine, requests(), SAMPLING)
     with engine.updating(2):
-        for _ in corridor.flow(2, parts_of(in_place(trained)), target):
+        for _ in corridor.flow(2, parts_of(own(trained)), target):
             pass
     assert len(answers(engine)) == len(requests())

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.config.samples import load
-from verl.config.load import memory_advice, notes
+from verl.config.load import load_config, memory_advice, notes
 
 FILE = {"rollout_batch_size": 128, "train_batch_size": 512, "micro_batch_size": 32, "gradient_accumulation_steps": 4}
 TWO = {"device_map": {"actor": [0, 1]}}
@@ -19,7 +19,7 @@ def warnings(**values) -> list[str]:
 
 
 def test_rows_per_step_and_steps_per_lap():
-    lap, step = notes(load(**FILE, algorithm={"name": "grpo", "update_epochs": 2}))
+    lap, step, _ = notes(load(**FILE, algorithm={"name": "grpo", "update_epochs": 2}))
     assert lap == "a lap: 512 rows = 4 rollouts of 128 rows (16 prompts x 8 responses)"
     assert step.endswith("128 rows over all devices = 4 micro-batches of 32 rows; 8 steps per lap (4 x 2 passes)")
 
@@ -74,13 +74,23 @@ def test_no_warning_where_it_means_something(values):
 
 
 def test_workers_are_told_where_there_are_several():
-    assert len(notes(load(device_map={"actor": "cpu"}))) == len(notes(load())) == 2
+    assert len(notes(load(device_map={"actor": "cpu"}))) == len(notes(load())) == 3
     apart = {"actor": [0, 1], "critic": [1], "reward_model": "cpu"}
     line = notes(load(device_map=apart, reward_model_config={"model_name_or_path": "r"}, init_kl_coef=0.0))[2]
     assert (
         line == "3 workers: 0 on cuda:0: actor, rollout; 1 on cuda:1: actor, critic, rollout; 2 on cpu:0: reward_model"
     )
     assert notes(load(device_map={"critic": [1]}))[2].startswith("device_map has no actor: it,")
+
+
+def test_who_samples_is_told():
+    assert notes(load())[2].startswith("rows are sampled by native (rollout.engine auto: it needs no package, ")
+    four = {"actor": 0, "rollout": [0, 1, 2, 3]}
+    rollout = {"engine": "vllm", "environment": "my_game:turn", "max_turns": 4}
+    line = "rows are sampled by vllm, an engine on each of 4 devices; my_game:turn answers them, 4 messages at most"
+    assert notes(load(device_map=four, rollout=rollout))[3] == line
+    offline = load_config(None, **{"algorithm": {"name": "sft"}}, partial=True)
+    assert not any("sampled by" in note for note in notes(offline))
 
 
 def test_memory_advice_keeps_the_mini_batch():

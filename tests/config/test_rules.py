@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.samples import load, refusal
+from tests.engine_table import REFUSED
 from verl.config.errors import ConfigError
 from verl.config.load import load_config
 
@@ -252,3 +253,9 @@ def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
 )
 def test_sound(values):
     load(**values)
+
+
+def test_sglang_takes_no_adapters(record_property):
+    text = refusal(**actor(use_lora=True), rollout={"engine": "sglang", "url": "http://h:1"})
+    assert "takes whole weights, but the policy trains an adapter; rollout.engine vllm or openai would fit" in text
+    record_property(REFUSED, "whole weights")

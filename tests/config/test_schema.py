@@ -58,11 +58,15 @@ def test_every_key_is_described_and_its_examples_are_accepted(path, field):
             values = {"engine": "openai", "url": "http://h:1"} | values
             if values["engine"] not in ("openai", "sglang"):
                 del values["url"]
+        if path[-1] in ("max_turns", "turn_timeout"):
+            values["environment"] = "my_game:turn"
         if path == ("rollout", "options"):
             values["engine"] = "vllm"
         for section in reversed(path[:-1]):
             values = {section: values}
-        if path[-1] in ("tensor_parallel_size", "context_parallel_size"):
+        if path[-1] == "pipeline_parallel_size":
+            values[path[0]]["engine"] = "megatron"
+        if path[-1] in ("engine", "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
             values["device_map"] = {"actor": [0, 1]}
         load_config(None, partial=True, **values) if path[0] not in LINKED else RunConfig.model_validate(values)
 

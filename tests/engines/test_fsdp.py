@@ -46,7 +46,7 @@ def batch(shared=True) -> Batch:
 
 def loss_fn(outputs, rows):
     x = outputs["logprobs"] if "logprobs" in outputs else outputs["values"]
-    loss = -(x * rows.ragged("weight").values).sum() / 22
+    loss = -(x * rows.ragged("weight").values.to(x.device)).sum() / 22
     if "entropy" in outputs:
         loss = loss - 0.1 * outputs["entropy"].sum() / 22
     return loss, {"loss": loss.item(), "rows": len(rows), "length_max": max(rows.ragged("response_ids").lengths).item()}

@@ -84,6 +84,7 @@ class Case:
     micro_rows: int = 6
     share_prompts: bool = True
     recompute: bool = True
+    compile_backend: str | None = None
     optimizer: Any = ADAM
     steps: int = 3
 
@@ -114,7 +115,7 @@ def engine(case: Case) -> FsdpEngine:
         spread.pop("compute_dtype", None)
     elif case.kind == "value":
         module = Value(module.lm)
-    return FsdpEngine(module, case.optimizer, None, case.recompute, **spread)
+    return FsdpEngine(module, case.optimizer, None, case.recompute, compile_backend=case.compile_backend, **spread)
 
 
 def rows(share_prompts: bool = True, poison: dict[str, int] | None = None):

@@ -24,7 +24,8 @@ def test_one_gpu_steps_on_the_cpu(dtype, optimizer):
     ]
     for _ in range(3):
         inside, outside = (e.update(batch(), [[0, 2, 3], [1, 4, 5]], loss_fn, BOTH, 0.8) for e in engines)
-        assert outside.skipped is None and outside.grad_norm == pytest.approx(inside.grad_norm, rel=1e-3)
+        near = 1e-2 if optimizer is MUON else 1e-3
+        assert outside.skipped is None and outside.grad_norm == pytest.approx(inside.grad_norm, rel=near)
     offloaded = engines[1].optimizer
     assert all(p.is_cuda for _, p in engines[1].module.trainable())
     assert all(not t.is_cuda for _, t in offloaded.state()[0]) and all(

@@ -10,6 +10,7 @@ import torch
 from tests.hybrid.toy import Case, cases, run, toy
 from verl.hybrid.buckets import bits, buckets, checksum
 from verl.hybrid.reshard import Move, plan
+from verl.hybrid.table import Standing
 from verl.layout import Layout
 
 FSDP2 = Case(Layout(dp=2), sharded=True, tp=1)
@@ -100,3 +101,15 @@ def test_a_checksum_sees_every_bit_and_most_exchanges(dtype: torch.dtype):
     a, b = 5, next(i for i in range(6, 900) if tensor[i] != tensor[5])
     swapped[a], swapped[b] = tensor[b], tensor[a]
     assert checksum(swapped) != total
+
+
+def test_parts_are_found_again_when_a_parameter_has_moved():
+    module = torch.nn.Linear(3, 2)
+    standing = Standing(module, lambda: dict(module.named_parameters()))
+    first = standing.parts()
+    with torch.no_grad():
+        module.weight += 1
+    assert standing.parts() is first and torch.equal(first["weight"][0].tensor, module.weight)
+    module.weight.data = module.weight.data.clone()
+    again = standing.parts()
+    assert again is not first and again["weight"][0].tensor.data_ptr() == module.weight.data_ptr()

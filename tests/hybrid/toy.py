@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.hybrid import publish
 from verl.hybrid.publish import Corridor, Report
 from verl.hybrid.reshard import Box, Holdings, Weight, generation, training
 from verl.hybrid.table import Part, Table
@@ -51,6 +52,7 @@ class Case:
     pp: int = 1
     apart: bool = False
     bucket: int = 1 << 20
+    alone: int = 300  # bytes of a part that is a message of its own
 
     @property
     def size(self) -> int:
@@ -84,6 +86,7 @@ def cases(seed: int, size: int, number: int) -> list[Case]:
                 pp=draw.choice([n for n in (1, 2, 4) if pp % n == 0]),
                 apart=apart,
                 bucket=draw.choice([64, 700, 1 << 20]),
+                alone=draw.choice([1, 300, 1 << 20]),
             )
         )
     return found
@@ -133,8 +136,8 @@ class Flips(Distributed):
     def start(self, sends: Any, receives: Any) -> Callable[[], None]:
         if sends:
             if self.seen == self.which:
-                sends = {peer: tensor.clone() for peer, tensor in sends.items()}
-                next(iter(sends.values())).view(torch.uint8)[-1] ^= 1
+                sends = {peer: [t.clone() for t in tensors] for peer, tensors in sends.items()}
+                next(iter(sends.values()))[-1].view(torch.uint8)[-1] ^= 1
             self.seen += 1
         return super().start(sends, receives)
 
@@ -145,6 +148,7 @@ def publish_on(
 ) -> list[Report]:  # fmt: skip
     """One rank's publishes of versions 1, 2, ...; each is compared with the truth, bit for bit."""
     weights = toy(dtype.itemsize)
+    publish.ALONE = case.alone
     held, wanted = case.holdings(weights)
     target = None if streams else places(weights, dict(wanted.get(rank, {})), dtype)
     group = dist.group.WORLD

@@ -35,6 +35,7 @@ UP = [0.1 + 0.08 * i for i in range(10)]  # a reward that learns
     [
         ("policy/bad_steps", 0.0, 2.0, 1),
         ("critic/bad_steps", 0.0, 1.0, 1),
+        ("process_reward/bad_steps", 0.0, 1.0, 1),
         ("kl/mean", 0.4, 6.0, 3),
         ("policy/kl_step", 0.05, 0.5, 3),
         ("rollout/logprob_diff_max", 1e-4, 0.5, 3),

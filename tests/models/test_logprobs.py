@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -115,3 +120,36 @@ def test_temperature_zero_has_no_density():
     h, w, b, t = inputs()
     with pytest.raises(ValueError, match="above 0"):
         token_logprobs(h, w, b, t, temperature=0.0)
+
+
+INTERPRETED = """
+import torch
+from tests.models.test_logprobs import plain
+from verl.models import logprobs
+logprobs._fused = lambda hidden, bias, softcap: True
+logprobs._kernels().BLOCK = 64
+for keep_bytes in (0, 1 << 20):
+    for sides in ((0, 1), (0,), (1,)):  # log-probabilities, entropy
+        results = []
+        for ours in (True, False):
+            g = torch.Generator().manual_seed(0)
+            h, w, slopes = (torch.randn(*s, generator=g) for s in ((7, 8), (201, 8), (2, 7)))
+            h, w, t = h.requires_grad_(), w.requires_grad_(), torch.arange(7) * 33 % 201
+            if ours:
+                out = logprobs.token_logprobs(
+                    h, w, None, t, temperature=0.7, scale=0.9, with_entropy=True, chunk=3, keep_bytes=keep_bytes)
+            else:
+                out = plain(h, w, None, t, 0.7, 0.9, None)
+            sum((out[i] * slopes[i]).sum() for i in sides).backward()
+            results.append([*out, h.grad, w.grad])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+"""
+
+
+def test_the_kernels_of_a_gpu_compute_the_same():
+    """In Triton's interpreter, which only a process that began with it has."""
+    pytest.importorskip("triton")
+    env, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

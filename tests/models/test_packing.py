@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import f_gpt2, f_llama
 from verl.batch import Ragged
-from verl.models.packing import ATTENTION, AttentionOptions, common_prefix, pack
+from verl.models.packing import ATTENTION, AttentionOptions, common_prefix, masked_attention, pack
 from verl.models.policy import Policy
 
 
@@ -54,7 +54,41 @@ def test_a_shared_start_changes_neither_logprobs_nor_gradients(make):
 
 def test_without_groups_every_row_has_its_prompt():
     packed = pack(ragged([1, 2], [1, 2]), ragged([3, 4], [6, 7]))
-    assert packed.ids.tolist() == [1, 2, 3, 1, 2, 6]
+    assert packed.ids.tolist() == [1, 2, 3, 1, 2, 6] and packed.positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert packed.predict.values.tolist() == [1, 2, 4, 5]
+    assert packed.q_lengths == [3, 3] and packed.k_spans == [[(0, 3)], [(3, 6)]]  # each attends to itself alone
+
+
+@pytest.mark.parametrize("groups", [None, [0, 0, 1, 2]], ids=["alone", "shared"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_the_kernel_is_given_means_the_same(monkeypatch, groups, window):
+    """The way to ``varlen_attn``, which computes here as its documentation says: segment by segment."""
+
+    def plainly(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, scale):
+        out = []
+        assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and q.shape == (cu_q[-1], 4, 8)
+        for i in range(len(cu_q) - 1):
+            queries, keys, values = (x[c[i] : c[i + 1]] for x, c in ((q, cu_q), (k, cu_k), (v, cu_k)))
+            gap = torch.arange(len(queries))[:, None] + len(keys) - len(queries) - torch.arange(len(keys))
+            seen = (gap >= 0) & (gap <= window_size[0] if window_size[0] >= 0 else gap >= 0)
+            options = AttentionOptions(scale=scale)
+            args = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+            out.append(masked_attention(*args, seen[None, None], options)[0].transpose(0, 1))
+        return torch.cat(out)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plainly, raising=False)
+    g = torch.Generator().manual_seed(0)
+    prompts = ragged([1, 2, 3], [1, 2, 3], [4], [*range(5, 12)])
+    packed = pack(prompts, ragged([5, 6, 7], [8, 9], [3, 3], [1]), groups)
+    qkv = [torch.randn(len(packed), heads, 8, generator=g) for heads in (4, 2, 2)]
+    options, results = AttentionOptions(window=window), []
+    for attend in (packed._attend_varlen, lambda *x: packed.attend(0, *x)):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        out = attend(*leaves, options)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,20 @@ def test_a_caller_that_leaves_frees_the_server(bench: Bench) -> None:
     assert server.under == 0 and server.cut == len(requests())
 
 
+def test_an_abort_between_two_rows_first_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that exist and haven't run yet: a task cancelled then would end without a word."""
+    engine = bench.engine(bench.server(f_llama()))
+    check, aborted = engine._check, requests()[1].row_id
+
+    async def checked(*arguments: Any) -> None:
+        await check(*arguments)
+        asyncio.get_running_loop().call_soon(engine._abort, {aborted})  # before the rows' first steps
+
+    monkeypatch.setattr(engine, "_check", checked)
+    answers = asyncio.run(asyncio.wait_for(collect(engine, requests(), PLAIN), 60))
+    assert {i for i, row in answers.items() if row.finish_reason == "abort"} == {aborted}
+
+
 def test_weights_lie_in_one_folder_that_goes_with_the_engine(bench: Bench, tmp_path: Path) -> None:
     engine = bench.engine(bench.server(f_llama()), folder=str(tmp_path))
     for version in (1, 2):

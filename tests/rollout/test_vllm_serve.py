@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tests.rollout_contract import ask, collect, logprobs_of, requests
+from tests.rollout_contract import ask, assert_stopped, collect, logprobs_of, requests
 from tests.tiny import EOS, f_bpe, save
 from verl.config.errors import RequestError
 from verl.models.decoder import adapter_tensors
@@ -148,14 +148,7 @@ def test_stop_texts(engines: Any) -> None:
     tokenizer = f_bpe()
     whole = ask(engines(frozenset()), requests(samples=8), Sampling(max_new_tokens=24))
     got = ask(engines(frozenset()), requests(samples=8), Sampling(max_new_tokens=24, stop=("ab", "c:")))
-    ends = 0
-    for row_id, row in whole.items():
-        texts = [tokenizer.decode(list(row.ids[: i + 1])) for i in range(len(row.ids))]
-        at = next((i for i, text in enumerate(texts) if "ab" in text or "c:" in text), None)
-        ends += at is not None
-        assert got[row_id].ids == (row.ids if at is None else row.ids[: at + 1])
-        assert got[row_id].finish_reason == ("length" if at is None else "stop")
-    assert 0 < ends < len(whole)
+    assert_stopped(whole, got, tokenizer)
 
 
 def test_abort_and_refusals(engines: Any) -> None:

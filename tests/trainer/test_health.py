@@ -101,10 +101,11 @@ def lap(family: str, bad: float, grad_norm: float | None) -> dict:
     return {f"{family}/bad_steps": bad, f"{family}/grad_norm": grad_norm}
 
 
-def test_skipped_steps_are_counted_until_one_is_made():
+@pytest.mark.parametrize("family", ["critic", "process_reward"])
+def test_skipped_steps_are_counted_until_one_is_made(family: str):
     count = SkippedSteps()
     counts = []
-    for critic in [(2, 0.0), (0, 0.0), (1, 0.0), (3, 0.5), (0, 0.0), (4, 0.0)]:  # the second lap had nothing to learn
-        count.see(lap("critic", *critic) | lap("policy", 0, 1.0))
-        counts.append(count.by_role["critic"])
+    for told in [(2, 0.0), (0, 0.0), (1, 0.0), (3, 0.5), (0, 0.0), (4, 0.0)]:  # the second lap had nothing to learn
+        count.see(lap(family, *told) | lap("policy", 0, 1.0))
+        counts.append(count.by_role[family])
     assert counts == [2, 2, 3, 0, 0, 4] and count.by_role["actor"] == 0

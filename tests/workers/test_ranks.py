@@ -332,7 +332,7 @@ def test_each_case_says_something(case):
         "grpo": {"kl/mean", "kl/per_response", "rollout/logprob_diff_mean", "correction/weight_mean"},
         "clip_cov": {"rollout/logprob_diff_max"},
         "ppo": {"critic/value_mean", "critic/explained_variance", "critic/grad_norm"},
-        "prime": {"process_reward/accuracy", "process_reward/grad_norm"},
+        "prime": {"process_reward/accuracy", "process_reward/grad_norm", "process_reward/bad_steps"},
         "distill": {"distill/kl", "rollout/logprob_diff_mean"},
         "online_dpo": {"preference/pairs", "kl/mean", "preference/margin"},
         "dpo": {"eval/loss", "eval/preference/margin"},

@@ -22,7 +22,11 @@ FREE = {
     *("rollout.url", "rollout.timeout", "rollout.api_key_env", "rollout.weights_dir", "rollout.cache_gib"),
     *("hybrid_engine", "hybrid_config.bucket_mib", "hybrid_config.incremental"),
     *("dataset", "columns", "dataset_cache_dir", "reward_timeout", "rollout.max_rows", "rollout.tensor_parallel_size"),
-    *(f"{model}_model_config.fsdp_config" for model in ("actor", "critic", "reward", "teacher", "process_reward")),
+    *(
+        f"{model}_model_config.{key}"
+        for model in ("actor", "critic", "reward", "teacher", "process_reward")
+        for key in ("engine", "fsdp_config")
+    ),
 }
 
 

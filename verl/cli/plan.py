@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.config.errors import RequestError
 from verl.config.load import notes
 from verl.config.rules import roles_of
 from verl.config.run import RunConfig
 from verl.dataflow.placement import place
 from verl.models.adapters import base_of, is_adapter_folder
-from verl.models.factory import resolve_dtype
+from verl.models.factory import outline, resolve_dtype
 from verl.planner.publish import estimate
 from verl.planner.weights import table as table_of
 from verl.planner.weights import weights_of
@@ -66,12 +63,7 @@ def _weights(cfg: RunConfig, itemsize: int) -> list:
     if isinstance(source, nn.Module):
         lm: Any = source
     else:
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.actor_model_config.trust_remote_code)
-            with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(config)
-        except (OSError, ValueError) as error:
-            raise RequestError(f"the model {source} can't be looked at: {error}") from error
+        lm = outline(source, cfg.actor_model_config.trust_remote_code)
     return table_of({name: (tuple(p.shape), itemsize) for name, p in lm.named_parameters()})
 
 

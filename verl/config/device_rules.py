@@ -62,7 +62,7 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
         has = f"the {role} has {count} device{'s' if count > 1 else ''}"
         if (uneven := _uneven(role, devices, key, fsdp, has)) is not None:
             yield uneven
-        elif fsdp.sharding_strategy == "HYBRID_SHARD":
+        elif fsdp.sharding_strategy == "HYBRID_SHARD" and model.engine == "fsdp":
             ranks = count // tp
             shares = [d for d in range(1, ranks) if ranks % d == 0]
             if size not in shares:
@@ -77,6 +77,12 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
                     f"{key}.sharding_strategy HYBRID_SHARD {given}, ranks that share one of several copies, and {has}"
                     f"{apart}: it must divide these and be fewer; {' or '.join(fits)} would fit",
                 )
+        if model.engine == "megatron" and count == 1:
+            yield (
+                (f"{section}.engine", "device_map"),
+                f"{section}.engine is megatron, which spreads a model over devices, and {has}; {section}.engine fsdp "
+                f"or device_map.{role} {_first(devices, 2)} would fit",
+            )
         if fsdp.cpu_offload and devices and all(d.kind == "cpu" for d in devices):
             yield (
                 (f"{key}.cpu_offload", "device_map"),
@@ -94,18 +100,20 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
 
 def _uneven(role: str, devices: list[Device], key: str, fsdp: FsdpConfig, has: str) -> Found | None:
     """Devices that don't divide by those that compute the same rows."""
-    block = 1
-    for axis in ("tensor_parallel_size", "context_parallel_size"):
+    block, before = 1, list[str]()
+    for axis in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         asked, room = getattr(fsdp, axis), max(len(devices), 1) // block
         if room % asked:
             near = _nearest([d for d in range(1, room + 1) if room % d == 0], asked)
+            times = f"times {' and '.join(before)} " if before else ""
             more = "" if len(near) > 1 else f" or device_map.{role} {_first(devices, block * asked)}"
             return (
                 (f"{key}.{axis}", "device_map"),
-                f"{key}.{axis} is {asked}, but {has}: {f'times tensor_parallel_size {block} ' if block > 1 else ''}it "
-                f"must divide them; {key}.{axis} {' or '.join(map(str, near))}{more} would fit",
+                f"{key}.{axis} is {asked}, but {has}: {times}it must "
+                f"divide them; {key}.{axis} {' or '.join(map(str, near))}{more} would fit",
             )
         block *= asked
+        before += [f"{axis} {asked}"] if asked > 1 else []
     return None
 
 
@@ -149,7 +157,8 @@ def _rows_for_all(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
             continue
         model = _section(cfg, role)[1]
         fsdp = model.fsdp_config if model is not None else FsdpConfig()
-        alike = fsdp.tensor_parallel_size * fsdp.context_parallel_size  # devices that compute the same rows
+        # devices that compute the same rows
+        alike = fsdp.tensor_parallel_size * fsdp.context_parallel_size * fsdp.pipeline_parallel_size
         devices = devices_of(cfg.device_map, role)
         rows, each, name = (words.rollout_batch_size, 1, "row") if sampling else (words.mini, unit, what)
         have, ranks = rows // each, len(devices) // alike

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from verl.config.section import DataSource, PathText, Section
+from verl.config.section import DataSource, FunctionSource, PathText, Section
 
 
 class RolloutConfig(Section):
@@ -42,12 +42,31 @@ class RolloutConfig(Section):
     stop: list[str] = Field(
         default_factory=list, strict=False, examples=[["\n\n"], ["</answer>"]], description="texts that end a response"
     )
+    environment: FunctionSource = Field(
+        None, examples=["my_game:turn", "my_tools:answer"],
+        description="`module:function` that answers each message of the policy, or ends the episode; see "
+        "docs/rollout.md; null: one response per row",
+    )  # fmt: skip
+    max_turns: int = Field(8, ge=1, description="environment: most messages of the policy in an episode")
+    turn_timeout: float | None = Field(
+        60.0, gt=0, description="environment: seconds that one answer of it may take; null: no limit"
+    )
     max_rows: int = Field(256, ge=1, description="rows decoded side by side; memory and speed only")
     cache_gib: float | None = Field(
         None, gt=0, examples=[4.0, 16.0],
         description="native: most GiB of keys and values on a device; rows that don't fit wait; null: no limit",
     )  # fmt: skip
     tensor_parallel_size: Literal[1] = Field(1, description="GPUs that hold one copy of the weights")
+
+    @property
+    def served(self) -> bool:
+        """Whether servers sample."""
+        return self.engine in ("openai", "sglang")
+
+    @property
+    def outside(self) -> bool:
+        """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
+        return self.served or self.engine == "vllm"
 
 
 class HybridConfig(Section):

@@ -59,8 +59,15 @@ class FsdpConfig(Section):
     tensor_parallel_size: int = Field(
         1, ge=1, description="devices that compute the same rows, each with a part of every layer; divides the role's"
     )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="engine megatron: devices that compute the same rows, each with some of the layers; "
+        "divides the role's",
+    )  # fmt: skip
     cpu_offload: bool = Field(
         False, description="the optimizer's state, fp32 masters and gradients in CPU memory, where the step is computed"
+    )
+    torch_compile: bool = Field(
+        False, description="compile the decoder's layers: faster on a GPU, for some seconds in the first steps"
     )
 
 
@@ -72,6 +79,10 @@ class ModelConfig(Section):
         "auto", description="of the weights that compute; auto: bf16 where the device is fast at it, else fp32"
     )
     trust_remote_code: bool = Field(False, description="run the model's own code from the hub")
+    engine: Literal["fsdp", "megatron"] = Field(
+        "fsdp", description="what trains it: PyTorch's FSDP2, or Megatron-core (all weights of Llama, Mistral, Qwen2, "
+        "Qwen3, on several devices; needs verl[megatron])",
+    )  # fmt: skip
     use_lora: bool = Field(False, description="train low-rank adapters, the base stays frozen")
     load_in_4bit: bool = Field(False, description="4-bit base under the adapters (QLoRA)")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")

@@ -14,8 +14,8 @@ MOST_WORKERS_PER_CORE = 1.5
 
 
 def notes(cfg: RunConfig) -> list[str]:
-    """Lines for the start of a run: what a lap is made of, which worker hosts what, then warnings."""
-    return [*_batch(cfg), *_workers(cfg), *(f"warning: {line}" for line in _warnings(cfg))]
+    """Lines for the start of a run: what a lap is made of, which worker hosts what, who samples, then warnings."""
+    return [*_batch(cfg), *_workers(cfg), *_engine(cfg), *(f"warning: {line}" for line in _warnings(cfg))]
 
 
 def memory_advice(cfg: RunConfig) -> str:
@@ -72,6 +72,21 @@ def _workers(cfg: RunConfig) -> list[str]:
         return []
     listed = (f"{rank} on {device}: {', '.join(roles)}" for rank, (device, roles) in enumerate(hosted.items()))
     return [f"{len(hosted)} workers: {'; '.join(listed)}"]
+
+
+def _engine(cfg: RunConfig) -> list[str]:
+    """Nothing where nothing is sampled."""
+    r = cfg.rollout
+    if not cfg.algorithm.recipe.samples:
+        return []
+    auto = "native (rollout.engine auto: it needs no package, and no second copy where a worker holds the actor whole)"
+    told = f"rows are sampled by {auto if r.engine == 'auto' else r.engine}"
+    if (count := len(devices_of(cfg.device_map, "rollout"))) > 1:
+        told += f", an engine on each of {count} devices"
+    if r.environment is not None:
+        name = r.environment if isinstance(r.environment, str) else getattr(r.environment, "__name__", "a function")
+        told += f"; {name} answers them, {_count(r.max_turns, 'message')} at most"
+    return [told]
 
 
 def _count(n: int, what: str) -> str:

@@ -13,6 +13,7 @@ from verl.config.devices import devices_of, written
 from verl.config.errors import ConfigError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
+from verl.config.section import Section
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def violations(cfg: RunConfig, *, partial: bool) -> Iterator[Violation]:
     yield from _algorithm(cfg)
     yield from _offline(cfg)
     yield from _models(cfg)
+    yield from _megatron(cfg)
     yield from _rewards(cfg)
     yield from _staleness(cfg)
     yield from _rollout(cfg)
@@ -248,6 +250,54 @@ def default_correction(cfg: RunConfig) -> bool:
     )
 
 
+def _megatron(cfg: RunConfig) -> Iterator[Violation]:
+    """What Megatron doesn't train, and what FSDP doesn't do."""
+    actor, critic = cfg.actor_model_config, cfg.critic_model_config
+    sections = ("actor", "critic", "teacher", "process_reward")
+    named = {f"{name}_model_config": getattr(cfg, f"{name}_model_config") for name in sections}
+    for name, model in named.items():
+        if model is None:
+            continue
+        stages, optimizer = model.fsdp_config.pipeline_parallel_size, model.optimizer.name
+        if model.engine == "fsdp":
+            if stages > 1:
+                yield Violation(
+                    (f"{name}.engine", f"{name}.fsdp_config.pipeline_parallel_size"),
+                    f"{name}.fsdp_config.pipeline_parallel_size is {stages}, but {name}.engine is fsdp, which has no "
+                    f"stages; pipeline_parallel_size 1 or {name}.engine megatron would fit",
+                )
+            continue
+        faults = {
+            "use_lora": "use_lora false" if model.use_lora else "",
+            "load_in_4bit": "load_in_4bit false" if model.load_in_4bit else "",
+            "optimizer.name": "optimizer adamw or sgd" if callable(optimizer) or optimizer == "muon" else "",
+        }
+        for key, fit in faults.items():
+            if fit:
+                yield Violation(
+                    (f"{name}.engine", f"{name}.{key}"),
+                    f"{name}.engine is megatron, which trains all weights, each rank its part of fused matrices, so "
+                    f"{key} isn't for it; {name}.{fit} or {name}.engine fsdp would fit",
+                )
+    if critic is not None and critic.engine == "megatron":
+        yield Violation(
+            ("critic_model_config.engine",),
+            "critic_model_config.engine is megatron, which trains policies, not value models; fsdp would fit",
+        )
+    if actor.engine == "megatron" and critic is not None and critic.shares is not None:
+        yield Violation(
+            ("critic_model_config.shares", "actor_model_config.engine"),
+            "critic_model_config.shares is actor, but Megatron's actor gives a value head no hidden states; "
+            "critic_model_config.shares null or actor_model_config.engine fsdp would fit",
+        )
+    if actor.engine == "megatron" and cfg.algorithm.recipe.trains == "scorer":
+        yield Violation(
+            ("actor_model_config.engine", "algorithm.name"),
+            f"actor_model_config.engine is megatron, which trains policies, and {cfg.algorithm.name} a reward model; "
+            "actor_model_config.engine fsdp would fit",
+        )
+
+
 def _staleness(cfg: RunConfig) -> Iterator[Violation]:
     interval = cfg.hybrid_config.reshard_interval
     if cfg.max_staleness is not None and cfg.max_staleness < interval - 1:
@@ -262,7 +312,7 @@ def _staleness(cfg: RunConfig) -> Iterator[Violation]:
 def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     """Keys that an engine needs, and those that it doesn't read."""
     r = cfg.rollout
-    servers = r.engine in ("openai", "sglang")
+    servers = r.served
     if servers and not r.url:
         yield Violation(
             ("rollout.url", "rollout.engine"),
@@ -271,9 +321,15 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
         )
     readers = {"url": servers, "model": r.engine == "openai", "api_key_env": servers, "weights_dir": servers}
     readers |= {"timeout": servers, "options": r.engine == "vllm", "cache_gib": r.engine in ("auto", "native")}
+    for key in ("max_turns", "turn_timeout"):
+        if _given(r, key) and r.environment is None:
+            yield Violation(
+                (f"rollout.{key}", "rollout.environment"),
+                f"rollout.{key} is given, but there is no environment that takes turns; leave it out, or "
+                "rollout.environment my_game:turn would fit",
+            )
     for key, read in readers.items():
-        given = getattr(r, key) != type(r).model_fields[key].get_default(call_default_factory=True)
-        if given and not read:
+        if _given(r, key) and not read:
             which = {"options": "vllm", "model": "openai", "cache_gib": "native"}.get(key, "openai or sglang")
             yield Violation(
                 (f"rollout.{key}", "rollout.engine"),
@@ -287,7 +343,7 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             "rollout.engine is sglang, which takes whole weights, but the policy trains an adapter; rollout.engine "
             "vllm or openai would fit",
         )
-    if r.engine in ("vllm", "openai", "sglang") and actor.load_in_4bit:
+    if r.outside and actor.load_in_4bit:
         yield Violation(
             ("rollout.engine", "actor_model_config.load_in_4bit"),
             f"rollout.engine is {r.engine}, whose base isn't quantised as the trainer's is, so another policy would "
@@ -300,14 +356,17 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             f"rollout.engine is {r.engine} and the rollout has {len(where)} devices, each of which would load the same "
             f"servers: they need one worker that asks them; device_map.rollout cpu or {written(where[:1])} would fit",
         )
-    if r.engine in ("vllm", "openai", "sglang") and not isinstance(
-        cfg.actor_model_config.model_name_or_path, str | None
-    ):
+    if r.outside and not isinstance(cfg.actor_model_config.model_name_or_path, str | None):
         yield Violation(
             ("rollout.engine", "actor_model_config.model_name_or_path"),
             f"rollout.engine is {r.engine}, which reads a model's files, but the model is a loaded module: "
             "rollout.engine native or the model's folder would fit",
         )
+
+
+def _given(section: Section, key: str) -> bool:
+    """Whether the key has another value than its default."""
+    return getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)
 
 
 # Keys about sampling, rewards and the KL penalty, which mean nothing where rows are trained on as they are.

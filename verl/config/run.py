@@ -81,11 +81,15 @@ class RunConfig(Section):
     group_size: int = Field(
         DERIVED, ge=1, description="responses per prompt; default: 8 where the baseline is the group's, else 1"
     )
-    num_rollout_workers: int = Field(1, ge=1, description="concurrent feeders of the generation engine")
+    num_rollout_workers: int = Field(
+        1, ge=1, description="concurrent feeders of the rollout's engines, of which each of its devices has one"
+    )
 
     # lengths, in tokens of the policy
     max_prompt_length: int = Field(512, ge=1, description="tokens of a prompt, chat template included")
-    max_response_length: int = Field(512, ge=1, description="tokens sampled at most")
+    max_response_length: int = Field(
+        512, ge=1, description="tokens of a response at most; of an episode, all that come after the prompt"
+    )
     overlong: Literal["truncate", "filter", "error"] = Field(
         "truncate", description="prompts over max_prompt_length: keep their end, leave them out, or stop; counted"
     )

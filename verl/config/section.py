@@ -60,6 +60,14 @@ def _rewards(value: Any) -> list[Any]:
     return entries
 
 
+def _function(value: Any) -> Any:
+    value = _text(value)
+    named = isinstance(value, str) and all(value.partition(":"))
+    if value is not None and not named and not callable(value):
+        raise ValueError("must be 'module:function' or (from Python) a function, such as 'my_game:turn'")
+    return value
+
+
 def _data(value: Any) -> Any:
     value = _text(value)
     if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
@@ -76,5 +84,6 @@ def _is_data(value: Any) -> bool:
 
 ModelSource = Annotated[Any, AfterValidator(_model)]
 DataSource = Annotated[Any, AfterValidator(_data)]
+FunctionSource = Annotated[Any, AfterValidator(_function)]
 RewardSources = Annotated[list[Any], BeforeValidator(_rewards)]
 PathText = Annotated[str, BeforeValidator(_text)]

@@ -24,6 +24,7 @@ Turns = str | list[Message]
 # The plain text form of a dialogue, as in hh-rlhf: a prompt ends with the open assistant mark.
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 MARKS = {"user": HUMAN, "assistant": ASSISTANT}
+STAND_IN = "[what the assistant said stands here]"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -90,6 +91,34 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, said: str) -> int:
     bare = said.rstrip()
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     return len(bare) if any(bare.endswith(token) for token in special) else len(said)
+
+
+def follow(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], new: Sequence[Message], said: Sequence[int]
+) -> list[int]:
+    """The ids between the assistant's last message and its next one, when ``new`` are said in between.
+
+    ``messages`` end with the assistant's, which was sampled as ``said``: these ids stay as they are, so what the
+    template writes after them is tokenised alone, without the start of it (the end of the turn) that ``said`` has.
+    """
+    # Templates may write the words of earlier turns otherwise (without their thoughts): others stand for them here.
+    held = [*messages[:-1], messages[-1] | {"content": STAND_IN}, *new]
+    _, found, text = apply_template(tokenizer, held, add_generation_prompt=True).rpartition(STAND_IN)
+    if not found:
+        raise DataError("the chat template doesn't write the assistant's message before the new ones")
+    # After a special token, as in the whole, a tokenizer that begins a text with a space doesn't do so.
+    lead = [tokenizer.eos_token_id] if tokenizer.eos_token else []
+    ids: list[int] = tokenizer((tokenizer.eos_token or "") + text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = ids[len(lead) :] if ids[: len(lead)] == lead else tokenizer(text, add_special_tokens=False)["input_ids"]
+    shared = next((n for n in range(min(len(ids), len(said)), 0, -1) if ids[:n] == list(said[-n:])), 0)
+    return ids[shared:]
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase, said: Sequence[int]) -> str:
+    """What the assistant said, as a message's content: special tokens are told, but the one that ends the turn."""
+    last = tokenizer.added_tokens_decoder.get(said[-1]) if said else None
+    ids = list(said[:-1] if last is not None and last.special else said)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

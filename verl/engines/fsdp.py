@@ -14,6 +14,7 @@ from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, UpdateReport
 from verl.engines.context_parallel import Part
+from verl.engines.layers import prepare
 from verl.engines.optim import Optimizer
 from verl.engines.sharding import Sharding, distributed, whole
 from verl.engines.spread import Spread
@@ -52,9 +53,10 @@ class FsdpEngine:
         context: process group of the ranks that share this one's rows, each computing a run of their tokens
             (``context_parallel.context_group``); ``None``: this rank computes all tokens of its rows.
         cpu_offload: the optimizer's part in CPU memory (``Optimizer``).
+        compile_backend: of ``torch.compile`` for the decoder's layers; ``None``: they aren't compiled.
 
     Raises:
-        RequestError: the model can't be checkpointed, cut, sharded or offloaded as asked.
+        RequestError: the model can't be recomputed, compiled, cut, sharded or offloaded as asked.
     """
 
     def __init__(
@@ -68,13 +70,14 @@ class FsdpEngine:
         compute_dtype: torch.dtype | None = None,
         context: Any = None,
         cpu_offload: bool = False,
+        compile_backend: str | None = None,
     ) -> None:
         self.module = module
         trains = any(True for _ in module.trainable())
         if cpu_offload and trains and module.device.type == "cpu":
             raise RequestError("cpu_offload: the model computes on the CPU already; set it to false")
-        if gradient_checkpointing and trains and not isinstance(module, SharedValue):
-            _recompute_layers(module.backbone)
+        if not isinstance(module, SharedValue):
+            prepare(module.backbone, gradient_checkpointing and trains, compile_backend)
         # before the optimizer: it holds this rank's part of each parameter
         self.spread = Spread(module, mesh, sharding, compute_dtype, context)
         self.optimizer = None
@@ -207,14 +210,3 @@ def _matrices(module: Policy | Value | SharedValue | Scorer) -> set[str]:
         for p in part.parameters(recurse=False)
     }
     return {name for name, p in module.trainable() if p.ndim == 2 and id(p) in inner}
-
-
-def _recompute_layers(backbone: nn.Module) -> None:
-    """Gradient checkpointing layer by layer while ``backbone`` is in training mode (there is no dropout, so the random
-    state needs no saving). ``RequestError`` where the architecture has none."""
-    # the first name is transformers' new one, the second the only one of older releases
-    enable: Any = getattr(backbone, "activation_checkpointing_enable", None) or backbone.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False, "preserve_rng_state": False})
-    except ValueError as error:
-        raise RequestError(f"gradient_checkpointing: {error}; set it to false") from error

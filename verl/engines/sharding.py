@@ -69,7 +69,7 @@ def shard(
     again = strategy != "SHARD_GRAD_OP"
     if isinstance(module, Value):  # its head is float32 whatever the backbone is, and a group has one dtype
         fully_shard(module.value_head, mesh=data, reshard_after_forward=again)
-    for layer in _layers(module.backbone):
+    for layer in layers_of(module.backbone):
         fully_shard(layer, mesh=data, reshard_after_forward=again, mp_policy=policy)
     # the backward pass begins with these, so they stay whole between the passes
     fully_shard(module, mesh=data, reshard_after_forward=False, mp_policy=policy)
@@ -94,9 +94,9 @@ def read(module: Policy | Value | Scorer, device_type: str) -> None:
 
 def prove(module: Policy | Value | Scorer) -> None:
     """``probe`` a sharded module, on all ranks together. Its parameters are whole in a forward alone."""
-    vars(module)["probed"] = lambda: probe(module.lm if isinstance(module, Decoder) else module.backbone)
+    vars(module)["probed"] = lambda whole: probe(whole.lm if isinstance(whole, Decoder) else whole.backbone)
     register_fsdp_forward_method(module, "probed")
-    vars(module).pop("probed")()
+    vars(module).pop("probed")(module)  # on a GPU FSDP's hook wants an argument
     for unit in units(module):  # back to the sharded parameters
         unit.reshard()
 
@@ -106,7 +106,7 @@ def units(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _layers(backbone: nn.Module) -> list[nn.Module]:
+def layers_of(backbone: nn.Module) -> list[nn.Module]:
     """The decoder's layers: its longest list of modules."""
     lists = [list(part) for part in backbone.children() if isinstance(part, nn.ModuleList)]
     return max(lists, key=len, default=[])

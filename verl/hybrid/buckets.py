@@ -60,13 +60,39 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(kinds[tensor.element_size()])
 
 
+def words(tensor: Tensor) -> Tensor | None:
+    """A tensor's memory as ``[N, LANES]`` int64, where it has that form."""
+    size = tensor.element_size()
+    fits = tensor.is_contiguous() and tensor.numel() and tensor.numel() * size % (8 * LANES) == 0
+    if fits and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0:
+        return tensor.view(torch.int64).view(-1, LANES)
+    return None
+
+
+def lanes(tensor: Tensor) -> Tensor:
+    """Sums of the tensor's words, each of the ``LANES`` along which they lie, ``[LANES]`` int64 on its device: one pass
+    over its memory. Words are 8 bytes wide where these divide it."""
+    if (rows := words(tensor)) is not None:
+        return rows.sum(0)
+    data = as_bytes(tensor.contiguous())
+    if data.storage_offset() % 8:
+        data = data.clone()
+    flat = data.view(torch.uint8 if len(data) % 8 else torch.int64)
+    even = len(flat) // LANES * LANES
+    sums = flat[:even].view(-1, LANES).sum(0, dtype=torch.int64)
+    if even < len(flat):
+        sums[: len(flat) - even] += flat[even:]
+    return sums
+
+
+def totals(sums: Tensor) -> Tensor:
+    """Checksums ``[N]`` of ``lanes [N, LANES]``, one weight for each lane."""
+    return (sums * torch.arange(1, 2 * LANES, 2, device=sums.device)).sum(1)
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """Of all bits and their places, int64 on the tensor's device; the same for equal values on any device.
 
     A weighted sum over lanes: one changed bit, or two values of different lanes in each other's place, change it.
     """
-    values = bits(tensor)
-    body = values[: len(values) // LANES * LANES].view(-1, LANES).sum(0, dtype=torch.int64)
-    tail = values[len(body) * (len(values) // LANES) :].to(torch.int64)
-    odd = torch.arange(1, 2 * LANES, 2, device=tensor.device)
-    return (body * odd).sum() + 1_000_003 * (tail * odd[: len(tail)]).sum()
+    return totals(lanes(tensor)[None])[0]

@@ -71,7 +71,7 @@ class Weight:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # found by identity, which takes no time
 class Move:
     """``box`` of ``weight`` goes from ``source`` to ``target``; within a rank where they are the same."""
 
@@ -213,17 +213,19 @@ class Cost:
     redundant: int
 
 
-def cost(weights: Sequence[Weight], held: Holdings, wanted: Holdings, bucket: int) -> Cost:
-    """Of our plan: parts go straight to their places, through two buckets."""
+def cost(weights: Sequence[Weight], held: Holdings, wanted: Holdings, bucket: int, *, reused: bool = True) -> Cost:
+    """Of our plan: parts go straight to their places, through two buckets. ``reused``: a training part that lies
+    inside its generation part is not kept beside it."""
     table, made = {w.name: w for w in weights}, plan(weights, held, wanted)
     received, peak, redundant = 0, 0, 0
     for rank in wanted:
         incoming = made.received(rank)
         kept = _bytes(table, held.get(rank, {}))
-        reused = sum(m.bytes for m in made.moves if m.source == m.target == rank)
+        mine = sum(m.bytes for m in made.moves if m.source == m.target == rank)
+        again = kept if not reused else kept - mine
         received = max(received, incoming)
-        peak = max(peak, kept + incoming + min(2 * bucket, 2 * incoming))
-        redundant = max(redundant, kept - reused)
+        peak = max(peak, mine + again + incoming + min(2 * bucket, 2 * incoming))
+        redundant = max(redundant, again)
     return Cost(received, peak, redundant)
 
 

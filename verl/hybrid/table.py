@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.config.errors import RunError
-from verl.hybrid.reshard import Box, Holdings, Weight, inside, meet, whole
+from verl.hybrid.reshard import Box, Holdings, Weight, whole
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,27 @@ class Part:
     tensor: Tensor
     box: Box
 
+    def __post_init__(self) -> None:
+        if (shape := tuple(stop - start for start, stop in self.box)) != self.tensor.shape:
+            raise ValueError(f"a part of shape {tuple(self.tensor.shape)} can't be the box {self.box} of shape {shape}")
+
     def has(self, box: Box) -> bool:
-        return meet(self.box, box) == box
+        return all(a <= start and stop <= b for (a, b), (start, stop) in zip(self.box, box, strict=True))
 
     def at(self, box: Box) -> Tensor:
         """A view of ``box``, which lies inside."""
-        return self.tensor[tuple(slice(start, stop) for start, stop in inside(box, self.box))]
+        view = self.tensor
+        for dim, ((start, stop), (a, b)) in enumerate(zip(box, self.box, strict=True)):
+            if (start, stop) != (a, b):
+                view = view.narrow(dim, start - a, stop - start)
+        return view
 
 
 Parts = Mapping[str, Sequence[Part]]  # by weight
+
+
+class Kept(dict[str, list[Part]]):
+    """Parts that stay where they are while this is the same object."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +126,48 @@ def _check_names(held: list[str], wanted: list[str]) -> None:
         raise RunError("; ".join(faults))
 
 
+@torch.no_grad()
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Part]]:
     """A rank's tensors as parts: of a ``DTensor`` what lies here, of any other the whole."""
     found: dict[str, list[Part]] = {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach()
         if isinstance(tensor, DTensor):
-            shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            found[name] = [Part(tensor.to_local(), tuple((at, at + n) for at, n in zip(start, shape, strict=True)))]
+            box = _box(tensor.shape, tensor.device_mesh, tensor.placements)
+            found[name] = [Part(tensor.to_local().detach(), box)]
         else:
-            found[name] = [Part(tensor, whole(tensor.shape))]
+            found[name] = [Part(tensor.detach(), whole(tensor.shape))]
     return found
+
+
+def parts_in(pieces: Iterable[tuple[str, Tensor, Box]]) -> Parts:
+    """A rank's parts from names, tensors and boxes; a weight may have several."""
+    found: dict[str, list[Part]] = {}
+    for name, tensor, box in pieces:
+        found.setdefault(name, []).append(Part(tensor, box))
+    return Kept(found)
+
+
+@functools.lru_cache(4096)
+def _box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    """What of a distributed tensor lies here."""
+    sizes, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple((at, at + n) for at, n in zip(start, sizes, strict=True))
+
+
+class Standing:
+    """The parts of a module that stays where it is: found once, and again should its parameters have moved.
+
+    Finding them takes longer than sending them. ``tensors``: the module's own, not copies, by name.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._parameters, self._tensors = list(module.parameters()), tensors
+        self._found = Kept()
+        self._at: list[int] = []
+
+    @torch.no_grad()
+    def parts(self) -> Parts:
+        at = [(p.to_local() if isinstance(p, DTensor) else p).data_ptr() for p in self._parameters]
+        if at != self._at:
+            self._found, self._at = Kept(parts_of(self._tensors())), at
+        return self._found

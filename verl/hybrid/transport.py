@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Messages = Mapping[int, Sequence[Tensor]]  # by the rank at the other end
 
 
 class Transport(Protocol):
@@ -15,11 +17,12 @@ class Transport(Protocol):
 
     device: torch.device
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Begin an exchange with other ranks, by rank; flat contiguous tensors, whose sizes both sides know.
+    def start(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        """Begin an exchange with other ranks, by rank; flat contiguous tensors, in an order and of sizes that both
+        sides know.
 
         The caller touches none of them until the function that it gets has returned. Every rank starts the same
-        exchanges in the same order, also those in which it has nothing to do.
+        exchanges in the same order, also those in which it has nothing to do, and ends them in this order.
         """
         ...
 
@@ -30,7 +33,7 @@ class Alone:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+    def start(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         if sends or receives:
             raise ValueError("one process has no other ranks")
         return lambda: None
@@ -43,9 +46,13 @@ class Distributed:
         self.group, self.device = group, device
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL's first exchange must have all ranks in it
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
-        ops = [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sorted(sends.items())]
-        ops += [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in sorted(receives.items())]
+    def start(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        ops = [
+            dist.P2POp(way, tensor, peer, self.group, number)
+            for way, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensors in sorted(messages.items())
+            for number, tensor in enumerate(tensors)
+        ]
         pending = dist.batch_isend_irecv(ops) if ops else []
 
         def wait() -> None:

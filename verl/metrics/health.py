@@ -44,6 +44,7 @@ class Health:
         rules: list[tuple[str, int, Callable[[float, Metrics], str]]] = [
             ("policy/bad_steps", 1, self._policy_skips),
             ("critic/bad_steps", 1, self._critic_skips),
+            ("process_reward/bad_steps", 1, self._judge_skips),
             ("reward/mean", FEW, self._reward),
             ("kl/mean", FEW, self._kl),
             ("policy/kl_step", FEW, self._kl_step),
@@ -71,6 +72,9 @@ class Health:
 
     def _critic_skips(self, value: float, metrics: Metrics) -> str:
         return self._skips("critic", value)
+
+    def _judge_skips(self, value: float, metrics: Metrics) -> str:
+        return self._skips("process_reward", value)
 
     @staticmethod
     def _skips(role: str, value: float) -> str:

@@ -79,6 +79,9 @@ METRICS: dict[str, Metric] = {
         Metric("process_reward/loss", "loss", "cross-entropy of the implicit reward with the outcome", "below 0.69"),
         Metric("process_reward/accuracy", "share", "rows whose outcome the implicit reward tells", "rises from 0.5"),
         Metric("process_reward/grad_norm", "norm", "its gradient norm before clipping", "spikes: look"),
+        Metric(
+            "process_reward/bad_steps", "steps", "its steps skipped for a gradient that is not finite", "normally 0"
+        ),
         Metric("rollout/kl", "nats/token", "KL of the sampler to the trainer on the trained tokens", "fp32: about 0"),
         Metric(
             "rollout/effective_share", "share", "effective sample size of trainer / sampler", "near 1; see correction"
@@ -108,6 +111,10 @@ METRICS: dict[str, Metric] = {
         Metric("rollout/logprob_diff_max", "nats", "largest |trainer - sampler| log-probability", "fp32: below 1e-4"),
         Metric("response/length_mean", "tokens", "mean response length, end token included", "drifts: reward hacking?"),
         Metric("response/length_max", "tokens", "longest response", "at the limit: see response/truncated"),
+        Metric(
+            "response/sampled_mean", "tokens", "of these the policy's own, where there is an environment", "its share"
+        ),
+        Metric("response/turns_mean", "messages", "mean messages of the policy in an episode", "at max_turns: cut"),
         Metric("response/truncated", "share", "responses cut at max_response_length", "high: raise the limit"),
         Metric("data/epoch", "epochs", "passes over the prompts so far", "fractional"),
         Metric("data/filtered", "prompts", "prompts left out as too long, in all", "high: raise max_prompt_length"),
@@ -216,8 +223,9 @@ two equal. Every sink shows the same names.
   is absent then. NaN and infinities are never written: `not_finite` counts them. A mean is
   over the rows that have a value; `<name>/count` beside it says how many.
   After a resume at step k the lines of later steps are cut off.
-- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities. Like `metrics.jsonl`,
-  it is whole up to its last line at every moment and can be read while the run goes on.
+- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities; of an episode also
+  `response_mask`, 1 for each id that the policy sampled. Like `metrics.jsonl`, it is whole up to
+  its last line at every moment and can be read while the run goes on.
 - The terminal: a table of the last steps, or one line per step where the output is no terminal.
 - `tensorboard/`: the same names as scalars, samples as text. `metrics: {tensorboard: false}` turns it off.
 - Prometheus: `metrics: {prometheus_port: 9400}` serves `http://127.0.0.1:9400/metrics`, on this machine only, so a

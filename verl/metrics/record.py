@@ -27,7 +27,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """One row for people to read. ``logprobs`` are the sampler's, one per id of ``response_ids``."""
+    """One row for people to read. ``logprobs`` are the sampler's, one per id of ``response_ids`` that it sampled.
+
+    ``chosen``: which ids these are, 1 or 0; None: all.
+    """
 
     row_id: str
     prompt: str
@@ -38,6 +41,7 @@ class Sample:
     reward: float | None  # None: every reward abstained
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     version: int = 0
+    chosen: Sequence[int] | None = None
 
 
 class SampleSink(Protocol):

@@ -113,6 +113,7 @@ class SampleWriter:
                     "prompt": s.prompt,
                     "response": s.response,
                     "response_ids": list(s.response_ids),
+                    **({} if s.chosen is None else {"response_mask": list(s.chosen)}),
                     "finish_reason": s.finish_reason,
                     "reward": s.reward,
                     "rewards": dict(s.rewards),

@@ -17,7 +17,7 @@ from verl.models.decoder import adapted, adapter_tensors
 from verl.models.scorer import HEAD, is_scorer
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
 
 CONFIG = "adapter_config.json"
 
@@ -53,16 +53,11 @@ def with_adapter(lm: Any, cfg: ModelConfig, device: Any = None) -> PreTrainedMod
     return add_lora(lm, cfg) if cfg.use_lora else lm
 
 
-def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
-    """A fresh adapter around ``lm``, whose weights freeze. ``B`` starts at 0, so the policy starts as its base.
+def lora_config(cfg: ModelConfig, scores: bool = False) -> LoraConfig:
+    """A fresh adapter's settings, of a policy or of what ``scores``."""
+    from peft import LoraConfig
 
-    Adapters have the base's dtype (in a 4-bit base: float32) and no dropout. A scorer's head is trained whole.
-    Raises ``RequestError`` when a target module doesn't exist.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    scores = is_scorer(lm)
-    lora = LoraConfig(
+    return LoraConfig(
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         r=cfg.lora_r,
         lora_alpha=cfg.lora_alpha if cfg.lora_alpha is not None else 2 * cfg.lora_r,  # type: ignore[arg-type]
@@ -70,8 +65,18 @@ def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
         target_modules=cfg.lora_target_modules,
         modules_to_save=[HEAD] if scores else None,
     )
+
+
+def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
+    """A fresh adapter around ``lm``, whose weights freeze. ``B`` starts at 0, so the policy starts as its base.
+
+    Adapters have the base's dtype (in a 4-bit base: float32) and no dropout. A scorer's head is trained whole.
+    Raises ``RequestError`` when a target module doesn't exist.
+    """
+    from peft import get_peft_model
+
     try:
-        return get_peft_model(lm, lora, autocast_adapter_dtype=False)
+        return get_peft_model(lm, lora_config(cfg, is_scorer(lm)), autocast_adapter_dtype=False)
     except ValueError as error:
         raise RequestError(f"lora_target_modules {cfg.lora_target_modules!r}: {error}") from error
 

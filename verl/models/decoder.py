@@ -51,6 +51,11 @@ def adapter_tensors(lm: nn.Module, adapter: str = "default") -> dict[str, Tensor
     return get_peft_model_state_dict(lm, adapter_name=adapter, save_embedding_layers=False)
 
 
+def in_place(lm: nn.Module, adapter: str | None) -> dict[str, Tensor]:
+    """The model's own tensors, not copies, under names that copies of it share; with an ``adapter`` its alone."""
+    return dict(own_tensors(lm)) if adapter is None else adapter_tensors(lm, adapter)
+
+
 class Decoder(nn.Module):
     """Wraps ``lm``, a decoder with a head on it, whose attention is ``packing.ATTENTION``.
 

@@ -136,11 +136,29 @@ def create_model(
     return model.eval()
 
 
+def outline(name: str, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """The causal LM of a hub name or folder without memory for its weights (they are on the meta device).
+
+    ``options`` are ``from_config``'s. ``RequestError`` where there is none.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        raise _missing("causal language model", name, error) from error
+
+
 def eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Every id that ends a response: the tokenizer's, the configuration's and the generation configuration's."""
     base = base_model(model)
+    return end_ids(tokenizer, base.config, getattr(base, "generation_config", None))
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase | None, config: Any, generation_config: Any) -> frozenset[int]:
+    """As ``eos_ids``, of a model that need not be loaded."""
     found: set[int] = set()
-    for source in (tokenizer, base.config, base.config.get_text_config(), getattr(base, "generation_config", None)):
+    for source in (tokenizer, config, config.get_text_config(), generation_config):
         value = getattr(source, "eos_token_id", None)
         found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return frozenset(found)

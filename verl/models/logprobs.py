@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of one run's logits; on a CPU about what its last cache holds
+# of one run's logits: on a CPU about what its last cache holds; on a GPU each run adds to the whole head's gradient, so
+# few large ones
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 768 << 20}
 KEEP_BYTES = 512 << 20  # up to here log-softmax is kept for the backward, beyond it is recomputed: one matmul in four
 
 
@@ -58,8 +60,20 @@ class _TokenLogprobs(torch.autograd.Function):
         keep = any(ctx.needs_input_grad) and n * vocabulary * out.element_size() <= keep_bytes
         ctx.kept = []
         ctx.options = temperature, scale, softcap, chunk
+        ctx.fused = _fused(hidden, bias, softcap)
+        if ctx.fused and entropy is None:
+            entropy = torch.empty_like(out)
         for at in range(0, n, chunk):
             part = slice(at, at + chunk)
+            if ctx.fused:
+                assert entropy is not None
+                z = head_logits(hidden[part], weight, None)
+                out[part], normaliser[part], entropy[part] = _kernels().statistics(
+                    z, targets[part], scale / temperature
+                )
+                if keep:
+                    ctx.kept.append(z)
+                continue
             z = _tempered(head_logits(hidden[part], weight, bias, scale=scale, softcap=softcap), temperature)
             log_p = torch.log_softmax(z, -1)
             out[part] = log_p.gather(1, targets[part, None])[:, 0]
@@ -69,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if keep:
                 ctx.kept.append(log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        return out, entropy
+        return out, entropy if with_entropy else None
 
     @staticmethod
     @once_differentiable
@@ -87,25 +101,19 @@ class _TokenLogprobs(torch.autograd.Function):
         for number, at in enumerate(range(0, hidden.shape[0], chunk)):
             part = slice(at, at + chunk)
             h = hidden[part]
-            if ctx.kept:
-                log_p = ctx.kept[number]
+            g = None if grad is None else grad[part]
+            ge = None if grad_entropy is None else grad_entropy[part]
+            known = targets[part], normaliser[part], None if entropy is None else entropy[part], g, ge
+            if ctx.fused:
+                z = ctx.kept[number] if ctx.kept else head_logits(h, weight, None)
+                d = _kernels().slopes(z, *known, slope=scale / temperature, dtype=weight.dtype)
             else:
-                z = _tempered(head_logits(h, weight, bias, scale=scale, softcap=softcap), temperature)
-                log_p = z.sub_(normaliser[part, None])
-            d = log_p.exp()  # becomes d loss / d x; kept log-probabilities stay as they are
-            slope = scale / temperature
-            g = None if grad is None else grad[part, None] * slope
-            if grad_entropy is not None:
-                inner = (log_p + entropy[part, None]).mul_(grad_entropy[part, None] * slope)
-                d.mul_(inner if g is None else inner.add_(g)).neg_()
-            elif g is not None:
-                d.mul_(-g)
-            if g is not None:
-                d.scatter_add_(1, targets[part, None], g)
-            if softcap is not None:  # tanh = z * temperature / softcap
-                tanh = (log_p + normaliser[part, None]).mul_(temperature / softcap)
-                d.addcmul_(d, tanh.square_(), value=-1)
-            d = d.to(weight.dtype)
+                if ctx.kept:
+                    log_p = ctx.kept[number]
+                else:
+                    z = _tempered(head_logits(h, weight, bias, scale=scale, softcap=softcap), temperature)
+                    log_p = z.sub_(normaliser[part, None])
+                d = _slopes(log_p, *known, temperature, scale, softcap).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(d, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -124,10 +132,45 @@ def _tempered(z: Tensor, temperature: float) -> Tensor:
     return z if temperature == 1.0 else z.div_(temperature)
 
 
+def _slopes(
+    log_p: Tensor, targets: Tensor, normaliser: Tensor, entropy: Tensor | None, grad: Tensor | None,
+    grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """``d loss / d x`` of a run of tokens; ``log_p`` stays as it is."""
+    slope = scale / temperature
+    d = log_p.exp()
+    g = None if grad is None else grad[:, None] * slope
+    if grad_entropy is not None:
+        assert entropy is not None
+        inner = (log_p + entropy[:, None]).mul_(grad_entropy[:, None] * slope)
+        d.mul_(inner if g is None else inner.add_(g)).neg_()
+    elif g is not None:
+        d.mul_(-g)
+    if g is not None:
+        d.scatter_add_(1, targets[:, None], g)
+    if softcap is not None:  # tanh = z * temperature / softcap
+        tanh = (log_p + normaliser[:, None]).mul_(temperature / softcap)
+        d.addcmul_(d, tanh.square_(), value=-1)
+    return d
+
+
+def _fused(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
+    """Whether what lies between the products is one kernel each way; else every operation reads and writes a run."""
+    return hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
+
+
+def _kernels() -> Any:
+    from verl.models import head_kernels  # where there is no GPU there may be no Triton
+
+    return head_kernels
+
+
 def _add_product(total: Tensor, d: Tensor, h: Tensor) -> None:
     """``total [V, D] += d.T @ h``, in float32 also where the factors are bf16."""
     if d.dtype == total.dtype:
         total.addmm_(d.t(), h)
+    elif d.is_cuda and d.dtype != torch.float64:
+        torch.addmm(total, d.t(), h, out_dtype=total.dtype, out=total)
     else:
         total.add_(d.t() @ h)
 

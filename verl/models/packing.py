@@ -2,7 +2,8 @@
 
 A packed micro-batch is cut into *segments*: runs of queries that see a run of keys, causally and aligned at their ends.
 A prompt is one segment (its keys are itself). A response is another: its keys are its prompt followed by itself, so
-eight samples of a prompt read the prompt's keys eight times but compute them once, forward and backward.
+eight samples of a prompt read the prompt's keys eight times but compute them once, forward and backward. A prompt with
+one response is one segment with it.
 
 Example, prompt ``[p q]`` with responses ``[a b c]`` and ``[d e]``. The last token of a response predicts nothing that
 is trained, so it is left out::
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from verl.batch import Ragged
@@ -75,6 +77,12 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+def keep_out_of_graphs() -> None:
+    """From now on ``torch.compile`` stops before attention and goes on behind it: a graph with it inside would be
+    compiled anew for each layer's number and each micro-batch's layout."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+
+
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Plain attention: ``q [N, H, Lq, D]``, ``k, v [N, H_kv, Lk, D]``, ``mask [N, 1, Lq, Lk]`` True where seen."""
     if options.softcap is None:
@@ -88,6 +96,24 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Att
     scores = options.softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / options.softcap))
     weights = torch.softmax(scores.float().masked_fill(~mask, float("-inf")), -1).to(v.dtype)
     return F.dropout(weights, options.dropout) @ v
+
+
+class _Read(torch.autograd.Function):
+    """``x [T, H, D]``, ``index [K]`` -> ``x[index]``. The gradients of a position that is read often (a prompt's) add
+    up in float32, without the sort by which indexing's own backward finds them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.positions = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.positions, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
 @dataclass
@@ -145,7 +171,8 @@ class Packed:
         from torch.nn.attention.varlen import varlen_attn
 
         index, cu_q, cu_k, max_q, max_k = self._varlen
-        k, v = k[index], v[index]
+        if index is not None:
+            k, v = _Read.apply(k, index), _Read.apply(v, index)
         if k.shape[1] != q.shape[1]:  # the kernel wants one key head per query head
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -158,15 +185,19 @@ class Packed:
         return out
 
     @cached_property
-    def _varlen(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def _varlen(self) -> tuple[Tensor | None, Tensor, Tensor, int, int]:
+        """``(packed position of each key, or None where these are all positions once, in order; where each segment's
+        queries and keys begin; the longest of both)``."""
         device = self.ids.device
         k_lengths = [sum(end - start for start, end in spans) for spans in self.k_spans]
-        index = torch.cat([torch.arange(start, end) for spans in self.k_spans for start, end in spans])
+        index = None
+        if any(len(spans) > 1 for spans in self.k_spans):
+            index = torch.cat([torch.arange(start, end) for spans in self.k_spans for start, end in spans]).to(device)
         cu_q, cu_k = (
             F.pad(torch.tensor(x, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
             for x in (self.q_lengths, k_lengths)
         )
-        return index.to(device), cu_q.to(device), cu_k.to(device), max(self.q_lengths), max(k_lengths)
+        return index, cu_q.to(device), cu_k.to(device), max(self.q_lengths), max(k_lengths)
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
@@ -263,17 +294,20 @@ def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None
     for rows in members.values():
         prompt = prompt_rows[rows[0]]
         prompt_span = (at, at + prompt.shape[0] - shared)
-        add(prompt[shared:], shared, start)
+        if len(rows) > 1:
+            add(prompt[shared:], shared, start)
         for row in rows:
             if prompt_rows[row].shape != prompt.shape or not torch.equal(prompt_rows[row], prompt):
                 raise ValueError(f"rows {rows[0]} and {row} have the same group number but different prompts")
             n = response_rows[row].shape[0]
             if not n:
                 raise ValueError(f"row {row} has an empty response")
-            own = torch.arange(at, at + n)
+            own = torch.arange(n) + (at if len(rows) > 1 else prompt_span[1])
             predict[row] = own if ends else torch.cat([torch.tensor([prompt_span[1] - 1]), own[:-1]])
             kept = response_rows[row] if ends else response_rows[row][:-1]
-            if len(kept):
+            if len(rows) == 1:
+                add(torch.cat([prompt[shared:], kept]), shared, start)
+            elif len(kept):
                 add(kept, prompt.shape[0], [*start, prompt_span])
     return Packed(
         torch.cat(ids), torch.cat(positions), Ragged(torch.cat(predict), responses.lengths), q_lengths, k_spans

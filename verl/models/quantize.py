@@ -39,6 +39,11 @@ def is_four_bit(base: nn.Module) -> bool:
     return bool(getattr(base, "is_loaded_in_4bit", False))
 
 
+def holds_four_bit(module: nn.Module) -> bool:
+    """Whether any weight in ``module``, a part of a model perhaps, is in 4 bits."""
+    return any(type(p).__name__ == "Params4bit" for p in module.parameters())
+
+
 def warn_of_stacks(base: nn.Module) -> None:
     """Say how much isn't in 4 bits: a mixture's experts lie in one tensor each, which bitsandbytes leaves alone."""
     stacked = sum(p.numel() for p in base.parameters() if p.ndim > 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verl.config.run import RunConfig
 from verl.dataflow.placement import Placement
-from verl.hybrid.reshard import Cost, Weight, cost_of_gathering, plan, training, whole
+from verl.hybrid.reshard import Cost, Weight, cost, cost_of_gathering, training, whole
 from verl.layout import Layout
 
 GRADIENT, MASTER = 4, 4  # bytes of a trained value; fp32 weights are their own masters
@@ -35,15 +35,16 @@ def estimate(
     fp32 gradient.
     """
     fsdp, actors, rollouts = cfg.actor_model_config.fsdp_config, placement.ranks("actor"), placement.ranks("rollout")
-    layout = Layout.of(len(actors), tp=fsdp.tensor_parallel_size)
+    layout = Layout.of(len(actors), tp=fsdp.tensor_parallel_size, pp=fsdp.pipeline_parallel_size)
+    cut = cfg.actor_model_config.engine == "fsdp" and fsdp.sharding_strategy != "NO_SHARD"
     replica = layout  # the ranks that share one copy
-    if fsdp.sharding_strategy == "HYBRID_SHARD":
+    if cut and fsdp.sharding_strategy == "HYBRID_SHARD":
         replica = Layout(dp=fsdp.shard_size or layout.dp, tp=layout.tp)
-    parts = training(weights, replica, sharded=fsdp.sharding_strategy != "NO_SHARD")
+    parts = training(weights, replica, sharded=cut)
     held = {rank: parts[rank % replica.size] for rank in range(layout.size)}
     model = sum(weight.bytes for weight in weights)
     values = sum(weight.bytes // weight.itemsize for weight in weights)
-    shares = replica.size if fsdp.sharding_strategy != "NO_SHARD" else layout.tp
+    shares = replica.size if cut else layout.tp * layout.pp
     optimizer = cfg.actor_model_config.optimizer.name
     moments = MOMENTS.get(optimizer, 8) if isinstance(optimizer, str) else 8
     each = 0 if fsdp.cpu_offload else GRADIENT + moments + (MASTER if model < 4 * values else 0)
@@ -52,16 +53,13 @@ def estimate(
     if rollouts and not in_place:
         by_rank = {actors[i]: part for i, part in held.items()}
         everything = {weight.name: [whole(weight.shape)] for weight in weights}
-        made = plan(weights, by_rank, dict.fromkeys(rollouts, everything))
-        bucket = cfg.hybrid_config.bucket_mib << 20
-        most = max(made.received(rank) for rank in rollouts)
-        part = model // shares if set(rollouts) & set(actors) else 0  # a whole copy beside the training part
-        ours = Cost(most, part + model + 2 * min(bucket, most), part)
+        wanted = dict.fromkeys(rollouts, everything)  # a whole copy beside the training part
+        ours = cost(weights, by_rank, wanted, cfg.hybrid_config.bucket_mib << 20, reused=False)
     gathered = cost_of_gathering(weights, layout, held, everything=True)
     if set(rollouts) - set(actors):  # somebody has no part of it
         gathered = Cost(model, model, gathered.redundant)
     return Estimate(
         model, values, (model + trained) // shares, ours,
         gathered,
-        cost_of_gathering(weights, layout, held, everything=False) if layout.tp > 1 else None,
+        cost_of_gathering(weights, layout, held, everything=False) if layout.tp * layout.pp > 1 else None,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.errors import RequestError, RewardError
+from verl.data.chat import Message, as_messages
 from verl.rewards.calls import InProcess, Outcome, RewardShapeError, is_async
 from verl.rewards.functions import Model, Score, read_batch, read_row, resolve, unique
 from verl.rewards.match import Binding, bind
@@ -39,6 +40,15 @@ class RewardRow:
     response_ids: tuple[int, ...]
     finish_reason: str  # "stop" or "length"
     fields: dict[str, Any] = field(default_factory=dict)  # the data row's columns; "prompt" as its author wrote it
+    messages: list[Message] | None = None  # of an episode: the prompt's, the policy's and the environment's
+
+    @property
+    def transcript(self) -> list[Message]:
+        """The whole conversation as messages."""
+        if self.messages is not None:
+            return self.messages
+        asked = as_messages(self.fields.get("prompt", self.prompt))
+        return [*asked, {"role": "assistant", "content": self.response}]
 
 
 @dataclass

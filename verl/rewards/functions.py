@@ -91,7 +91,7 @@ def _found(spec: Any, options: dict[str, Any], limit: float | None) -> RewardFun
         raise RequestError(f"reward_fn: {spec!r} is neither a rule's name, nor 'module:function', nor a callable")
     if ":" in spec:
         module, _, path = spec.partition(":")
-        return RewardFunction(path, spec, _import(module, path, spec), options, Target(module, path))
+        return RewardFunction(path, spec, imported(spec, "reward_fn"), options, Target(module, path))
     return _rule(spec, options, limit)
 
 
@@ -138,7 +138,9 @@ def unique(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
     return named
 
 
-def _import(module: str, path: str, spec: str) -> Callable:
+def imported(spec: str, key: str) -> Callable:
+    """The function that ``module:function`` names; ``RequestError`` that begins with ``key`` if there is none."""
+    module, _, path = spec.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # a console script doesn't look in the current directory by itself
     try:
@@ -146,18 +148,18 @@ def _import(module: str, path: str, spec: str) -> Callable:
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise RequestError(
-                f"reward_fn {spec!r}: no module {error.name!r} in {os.getcwd()} or among the installed ones"
+                f"{key} {spec!r}: no module {error.name!r} in {os.getcwd()} or among the installed ones"
             ) from error
-        raise RequestError(f"reward_fn {spec!r}: importing {module} failed: {error}") from error
+        raise RequestError(f"{key} {spec!r}: importing {module} failed: {error}") from error
     except Exception as error:
-        raise RequestError(f"reward_fn {spec!r}: importing {module} failed: {type(error).__name__}: {error}") from error
+        raise RequestError(f"{key} {spec!r}: importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         function = load(Target(module, path))
     except AttributeError as error:
         where = getattr(sys.modules[module], "__file__", None) or module
-        raise RequestError(f"reward_fn {spec!r}: {where} has no {path!r}") from error
+        raise RequestError(f"{key} {spec!r}: {where} has no {path!r}") from error
     if not callable(function):
-        raise RequestError(f"reward_fn {spec!r} is a {type(function).__name__}, not a function")
+        raise RequestError(f"{key} {spec!r} is a {type(function).__name__}, not a function")
     return function
 
 

@@ -19,6 +19,7 @@ ROW_VALUES: dict[str, Callable[[RewardRow], Any]] = {
     "response": lambda row: row.response,
     "prompt_ids": lambda row: row.prompt_ids,
     "response_ids": lambda row: row.response_ids,
+    "transcript": lambda row: row.transcript,
     "finish_reason": lambda row: row.finish_reason,
     "truncated": lambda row: row.finish_reason == "length",
     "row_id": lambda row: row.row_id,
@@ -32,6 +33,7 @@ _PLURALS = {
     "responses": "response",
     "completions": "response",
     "texts": "response",
+    "transcripts": "transcript",
     "finish_reasons": "finish_reason",
     "rows": "row",
 }

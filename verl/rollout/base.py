@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -68,6 +68,18 @@ class Response:
     finish_reason: FinishReason
     version: int  # of the weights that sampled every token
     seconds: float  # from the request to the last token
+
+
+def checked(requests: Sequence[Request]) -> Iterator[Request]:
+    """The requests, each once it is sure that it has a prompt and was not asked for before; else ``RequestError``."""
+    seen: set[str] = set()
+    for r in requests:
+        if not r.prompt_ids:
+            raise RequestError(f"row {r.row_id}: the prompt has no tokens, so nothing predicts the first one")
+        if r.row_id in seen:
+            raise RequestError(f"row {r.row_id} is requested twice")
+        seen.add(r.row_id)
+        yield r
 
 
 class RolloutEngine(Protocol):

@@ -45,6 +45,11 @@ class Store:
         if length > self.length:
             self.length = max(length, self.length * 3 // 2)
 
+    def allocate(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage of what is reserved, for keys and values such as ``like [0, H_kv, D]``, before any is written."""
+        kept = self.layers[layer] = self._grown(None, like), self._grown(None, like)
+        return kept
+
     def write(self, layer: int, slot: Tensor, place: Tensor, k: Tensor, v: Tensor) -> None:
         """Put ``k`` and ``v [T, H_kv, D]`` at ``slot [T]``, ``place [T]``."""
         kept = self.layers.get(layer)
@@ -146,7 +151,9 @@ class Budget:
 class PrefillLayout:
     """New prompts, packed end to end; each sees itself, causally. Their keys and values are put into the cache."""
 
-    def __init__(self, cache: Cache, prompts: Sequence[Sequence[int]], first_slot: int, device: torch.device) -> None:
+    def __init__(
+        self, cache: Cache, prompts: Sequence[Sequence[int]], slots: Sequence[int], device: torch.device
+    ) -> None:
         lengths = [len(p) for p in prompts]
         shared = common_prefix(prompts)  # computed once, kept in every slot
         runs = ([shared] if shared else []) + [n - shared for n in lengths]
@@ -154,7 +161,7 @@ class PrefillLayout:
         own = [(end - n, end) for n, end in zip(runs, ends, strict=True)]
         prefix = [own.pop(0)] if shared else []
         self.store = cache.prompts
-        self.store.reserve(first_slot + len(prompts), max(lengths))
+        self.store.reserve(max(slots) + 1, max(lengths))
         self.packed = Packed(
             ids=torch.tensor([*prompts[0][:shared], *(i for p in prompts for i in p[shared:])]),
             positions=torch.cat([torch.arange(b, e) for b, e in [(0, shared), *((shared, n) for n in lengths)]]),
@@ -162,8 +169,7 @@ class PrefillLayout:
             q_lengths=runs,
             k_spans=[[span] for span in prefix] + [[*prefix, span] for span in own],
         ).to(device)
-        slots = torch.arange(first_slot, first_slot + len(prompts))
-        self.slot = slots.repeat_interleave(torch.tensor(lengths)).to(device)
+        self.slot = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device)
         self.place = torch.cat([torch.arange(n) for n in lengths]).to(device)
         source = [torch.arange(b, e) for span in own for b, e in (*prefix, span)]
         self.source = torch.cat(source).to(device)  # packed position of each slot's places

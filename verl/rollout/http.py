@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError, RunError
 from verl.models.naming import check_fit
-from verl.rollout.base import FinishReason, Request, Response, Sampling
+from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
 from verl.rollout.sampling import noise_key
 
 BACK_OFF, LONGEST = 0.5, 30.0  # seconds a server rests after its first failure in a row; doubles up to
@@ -36,6 +36,7 @@ SHARD = 2 << 30  # bytes of one weights file; so much is copied to this process'
 T = TypeVar("T")
 PROBE = (1,)  # a prompt that every vocabulary has
 FORM = (KeyError, TypeError, IndexError, ValueError)  # an answer that isn't of the form read
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Sampled = tuple[tuple[int, ...], tuple[float, ...], FinishReason]
 
 
@@ -78,7 +79,7 @@ class Row:
     server: Server | None = None  # where it is under way
     name: str = ""  # of this attempt
     aborted: bool = False
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Any] | None = None  # once it runs: cancelled before, it could not deliver
 
 
 def probe() -> Row:
@@ -101,6 +102,23 @@ def shown(url: str) -> str:
     """The address without what may be a secret: user, password, query."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def common(sampling: Sampling, eos: frozenset[int]) -> dict[str, Any]:
+    """Sampling options that both kinds of servers call alike: all are named, so that no default gets in."""
+    return {
+        "n": 1,
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "top_k": -1 if sampling.greedy else sampling.top_k or -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(eos),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": False,
+    }
 
 
 class HttpEngine:
@@ -214,14 +232,8 @@ class HttpEngine:
         been sampled."""
         if self._broken:
             raise RunError(f"the engine has no whole weights: {self._broken}")
-        seen: set[str] = set()
-        for r in requests:
-            if not r.prompt_ids:
-                raise RequestError(f"row {r.row_id}: the prompt has no tokens, so nothing predicts the first one")
-            if r.row_id in seen:
-                raise RequestError(f"row {r.row_id} is requested twice")
-            seen.add(r.row_id)
-        if not requests:
+        asked = list(checked(requests))
+        if not asked:
             return
         results: asyncio.Queue[Response | BaseException] = asyncio.Queue()
         here, now = asyncio.get_running_loop(), time.monotonic()
@@ -230,7 +242,7 @@ class HttpEngine:
             with suppress(RuntimeError):  # the caller's loop has ended
                 here.call_soon_threadsafe(results.put_nowait, result)
 
-        rows = [Row(r, noise_key(sampling.seed, r.prompt_id, r.sample), now) for r in requests]
+        rows = [Row(r, noise_key(sampling.seed, r.prompt_id, r.sample), now) for r in asked]
         call = asyncio.run_coroutine_threadsafe(self._sample(rows, sampling, deliver), self._loop)
         try:
             for _ in rows:
@@ -333,7 +345,7 @@ class HttpEngine:
             await self._check(rows, sampling)
             async with asyncio.TaskGroup() as group:
                 for row in rows:
-                    row.task = group.create_task(self._to_the_end(row, sampling, deliver))
+                    group.create_task(self._to_the_end(row, sampling, deliver))
         except asyncio.CancelledError:
             deliver(RunError("generation was cancelled"))
         except BaseExceptionGroup as errors:
@@ -356,10 +368,10 @@ class HttpEngine:
                 )
 
     async def _to_the_end(self, row: Row, sampling: Sampling, deliver: Callable[[Response], object]) -> None:
-        version = self.version
+        version, row.task = self.version, asyncio.current_task()
         sampled: Sampled = ((), (), "abort")
         try:
-            if not row.aborted:  # else before it had a task
+            if not row.aborted:  # else before it began
                 async with self._slots:
                     sampled = await self._again(
                         lambda server: self._ask(server, row, sampling), f"row {row.request.row_id}: "

@@ -14,8 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +25,13 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.errors import RequestError, RunError
 from verl.models.naming import check_fit, copy_by_name, own_tensors
 from verl.models.policy import Policy
-from verl.rollout.base import FinishReason, Request, Response, Sampling
-from verl.rollout.cache import Budget, Cache, DecodeLayout, PrefillLayout, bytes_per_token
+from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
+from verl.rollout.cache import GIB, Budget, Cache, DecodeLayout, PrefillLayout, bytes_per_token
 from verl.rollout.sampling import choose, noise_key, uniforms
 from verl.rollout.stop import StopTexts
+
+if TYPE_CHECKING:
+    from verl.rollout.graph import Decode, Pending
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward; bounds its activations
 
@@ -61,6 +65,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     reason: FinishReason | None = None
     aborted: bool = False  # set by the event loop's thread, read by the computing one
+    slot: int = -1  # where the decode step of a GPU has its keys and values
 
 
 @dataclass(eq=False)
@@ -69,6 +74,7 @@ class _Group:
 
     prompt_ids: tuple[int, ...]
     first: Tensor  # [D] hidden state that predicts the first response token
+    slot: int
 
 
 class NativeEngine:
@@ -102,6 +108,7 @@ class NativeEngine:
         self.version = 0
         self._broken = ""  # why there are no whole weights
         self.counters = Work()
+        self._step: Decode | None = None
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
         self._driver: asyncio.Task[None] | None = None
@@ -166,7 +173,7 @@ class NativeEngine:
             self.policy.load(seen)
 
     def sleep(self) -> None:
-        """Nothing is kept between calls."""
+        """Between calls nothing is kept but, on a GPU, the graphs: a few hundred MB, and seconds to make anew."""
 
     def wake(self) -> None:
         pass
@@ -180,11 +187,8 @@ class NativeEngine:
         limit = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop texts need the engine's tokenizer")
-        seen: set[str] = set()
-        for r in requests:
+        for r in checked(requests):
             n = len(r.prompt_ids)
-            if not n:
-                raise RequestError(f"row {r.row_id}: the prompt has no tokens, so nothing predicts the first one")
             if limit is not None and n + sampling.max_new_tokens > limit:
                 raise RequestError(
                     f"row {r.row_id}: {n} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
@@ -195,9 +199,6 @@ class NativeEngine:
                     n + sampling.max_new_tokens,
                     f"row {r.row_id} with {n} prompt tokens and max_new_tokens {sampling.max_new_tokens}",
                 )
-            if r.row_id in seen:
-                raise RequestError(f"row {r.row_id} is requested twice")
-            seen.add(r.row_id)
 
     def _together(self, calls: Sequence[_Call]) -> bool:
         """Whether these calls can be one batch: alike in what chooses tokens, the longest prompt fits beside the
@@ -231,11 +232,32 @@ class NativeEngine:
                 call.results.put_nowait(RunError("generation was cancelled"))
             self._running, self._waiting = [], []
 
+    def _decode_step(self) -> Decode | None:
+        """What decodes on a GPU where it fits the model, which may have changed its device or its class since."""
+        if not self.fused:
+            return None
+        from verl.rollout.graph import Decode, fits
+
+        if not fits(self.policy):
+            return None
+        if self._step is None or self._step.state.device != self.policy.device:
+            self._step = Decode(self.policy, self.max_rows)
+        return self._step
+
+    @property
+    def fused(self) -> bool:
+        """Whether steps of kernels are tried; they need a GPU."""
+        return self.policy.device.type == "cuda"
+
     def _generate(self, rows: Sequence[_Row], deliver: Callable[[_Call, Response | BaseException], None]) -> None:
         """In the computing thread: all rows to their ends."""
         version = self.version
-        with torch.no_grad():  # not inference mode, whose tensors a model might keep
-            for row in _Batch(self, rows).run():
+        device = self.policy.device
+        here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with here, torch.no_grad():  # not inference mode, whose tensors a model might keep
+            decode = self._decode_step()
+            batch = _Batch(self, rows) if decode is None else _Pipelined(self, rows, decode)
+            for row in batch.run():
                 assert row.reason is not None
                 deliver(
                     row.call,
@@ -266,16 +288,17 @@ class _Batch:
         self.groups: list[_Group] = []
         self.by_prompt: dict[tuple[int, ...], _Group] = {}
         self.most_rows, self.most_groups = min(engine.max_rows, len(rows)), len(order)
-        if engine.budget is None:
+        self._reserve(rows, engine.budget)
+
+    def _reserve(self, rows: Sequence[_Row], budget: Budget | None) -> None:
+        if budget is None:
             self.cache.responses.reserve(self.most_rows, 16)
-        else:
-            prompt, response = _longest(rows)
-            response -= 1  # the last token is nobody's key
-            self.most_rows, self.most_groups = engine.budget.room(
-                self.most_rows, len(rows) / len(order), prompt, response
-            )
-            self.cache.responses.reserve(self.most_rows, response)
-            self.cache.prompts.reserve(self.most_groups, prompt)
+            return
+        prompt, response = _longest(rows)
+        response -= 1  # the last token is nobody's key
+        self.most_rows, self.most_groups = budget.room(self.most_rows, len(rows) / self.most_groups, prompt, response)
+        self.cache.responses.reserve(self.most_rows, response)
+        self.cache.prompts.reserve(self.most_groups, prompt)
 
     def run(self) -> Iterator[_Row]:
         """Gives rows as they end, ``reason`` set."""
@@ -308,10 +331,11 @@ class _Batch:
             return
         prompts = [p for p in dict.fromkeys(row.request.prompt_ids for row in new) if p not in self.by_prompt]
         for part in _by_tokens(prompts, PREFILL_TOKENS):
-            layout = PrefillLayout(self.cache, part, len(self.groups), self.policy.device)
+            slots = self._slots(len(part))
+            layout = PrefillLayout(self.cache, part, slots, self.policy.device)
             hidden = self.policy.hidden(layout.packed.ids, layout.packed.positions, layout)[layout.last]
-            for prompt, first in zip(part, hidden, strict=True):
-                self.by_prompt[prompt] = _Group(prompt, first)
+            for prompt, first, slot in zip(part, hidden, slots, strict=True):
+                self.by_prompt[prompt] = _Group(prompt, first, slot)
                 self.groups.append(self.by_prompt[prompt])
             self.work.prefills += len(part)
             self.work.prefill_tokens += len(layout.packed)
@@ -319,6 +343,10 @@ class _Batch:
         place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         logits = self.policy.logits(torch.stack([group.first for group in place]))
         self._extend(new, logits[[place[group] for group in groups]])
+
+    def _slots(self, prompts: int) -> list[int]:
+        """Free ones."""
+        return list(range(len(self.groups), len(self.groups) + prompts))
 
     def _decode(self) -> None:
         """One token for every row."""
@@ -337,10 +365,19 @@ class _Batch:
 
     def _extend(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Sample each row's next token from its ``logits [N, V]`` and see whether it is the last."""
+        self._append(rows, *self._draw(rows, logits))
+
+    def _draw(self, rows: Sequence[_Row], logits: Tensor) -> tuple[list[int], list[float]]:
         keys = torch.tensor([row.key for row in rows], device=logits.device)
         positions = torch.tensor([len(row.ids) for row in rows], device=logits.device)
         ids, logprobs = choose(logits, uniforms(keys, positions), self.sampling)
-        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+        return ids.tolist(), logprobs.tolist()
+
+    def _append(self, rows: Sequence[_Row], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """These tokens, one of each row, if it goes on."""
+        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+            if row.reason is not None:
+                continue
             if not math.isfinite(logprob):
                 raise RunError(
                     f"row {row.request.row_id}: the model's logits are not finite at response token {len(row.ids)}"
@@ -365,6 +402,112 @@ class _Batch:
         self.groups = self.cache.prompts.keep(self.groups, kept)
         self.by_prompt = {group.prompt_ids: group for group in self.groups}
         return gone
+
+
+class _Pipelined(_Batch):
+    """A batch whose steps ``Decode`` computes: the device is at one while the tokens of the one before are read here.
+
+    Rows and prompts keep their slots of the cache to their ends. A row that ended is computed on, unread, until so many
+    have ended that a smaller step or an admission is due; then no step is pending for a moment.
+    """
+
+    def __init__(self, engine: NativeEngine, rows: Sequence[_Row], step: Decode) -> None:
+        self.step = step
+        super().__init__(engine, rows)
+        step.begin(self.cache, self.sampling)
+        self.free_rows, self.free_groups = list(range(self.most_rows)), list(range(self.most_groups))
+
+    def _reserve(self, rows: Sequence[_Row], budget: Budget | None) -> None:
+        """Room for the longest response in each slot; without a budget of what is free on the device."""
+        prompt, response = _longest(rows)
+        if budget is None:
+            size, need = self.step.bytes_per_token, self.most_rows * (prompt + response)
+            budget = Budget(_free(self.policy.device, need * size), size)
+            if budget.tokens < prompt + response:
+                raise RunError(
+                    f"{budget.gib:.2f} GiB are left for keys and values of {budget.per_token:,} bytes per token; "
+                    f"a row of {prompt} prompt tokens and max_new_tokens {response} doesn't fit"
+                )
+        super()._reserve(rows, budget)
+        self.most_groups = min(self.most_groups, len(self.needed))
+        self.cache.prompts.slots = self.most_groups
+
+    def _slots(self, prompts: int) -> list[int]:
+        return [self.free_groups.pop() for _ in range(prompts)]
+
+    def run(self) -> Iterator[_Row]:
+        try:
+            while self.waiting or self.rows:
+                if self._room():
+                    self._admit(self._next())
+                    yield from self._leave()
+                if self.rows:
+                    yield from self._steps()
+        finally:  # an exception's traceback would keep it
+            self.cache.prompts.layers.clear()
+            self.cache.responses.layers.clear()
+
+    def _room(self) -> bool:
+        """Whether an admission is worth a break."""
+        if not self.waiting or (self.rows and 8 * (self.most_rows - len(self.rows)) < self.most_rows):
+            return False
+        return self.waiting[0].request.prompt_ids in self.by_prompt or len(self.groups) < self.most_groups
+
+    def _next(self) -> list[_Row]:
+        new = super()._next()
+        for row in new:
+            row.slot = self.free_rows.pop()
+        return new
+
+    def _steps(self) -> Iterator[_Row]:
+        """Decode the present rows until another arrangement is due."""
+        rows = self.rows
+        self.step.arrange([self._state(row) for row in rows])
+        pending: Pending | None = None
+        while True:
+            ahead = pending is not None
+            going_on = sum(
+                row.reason is None and len(row.ids) + ahead < row.call.sampling.max_new_tokens for row in rows
+            )
+            following = None
+            if going_on and self.step.suits(going_on) and not self._room():
+                following = self.step.launch()
+                self.work.decode_steps += 1
+            if pending is not None:
+                ids, logprobs = pending.result()
+                self.work.decode_rows += len(self.rows)
+                self._append(rows, ids[: len(rows)], logprobs[: len(rows)])
+                yield from self._leave()
+            if following is None:
+                return
+            pending = following
+
+    def _state(self, row: _Row) -> tuple[int, ...]:
+        group = self.by_prompt[row.request.prompt_ids]
+        last = row.call.sampling.max_new_tokens - 2  # the last token is nobody's key
+        return row.ids[-1], row.slot, group.slot, len(group.prompt_ids), len(row.ids) - 1, row.key, last
+
+    def _draw(self, rows: Sequence[_Row], logits: Tensor) -> tuple[list[int], list[float]]:
+        return self.step.first(logits, [row.key for row in rows])
+
+    def _leave(self) -> list[_Row]:
+        gone = [row for row in self.rows if row.reason is not None]
+        if gone:
+            self.needed.subtract(row.request.prompt_ids for row in gone)
+            self.free_rows += [row.slot for row in gone]
+            self.free_groups += [group.slot for group in self.groups if not self.needed[group.prompt_ids]]
+            self.rows = [row for row in self.rows if row.reason is None]
+            self.groups = [group for group in self.groups if self.needed[group.prompt_ids]]
+            self.by_prompt = {group.prompt_ids: group for group in self.groups}
+        return gone
+
+
+def _free(device: torch.device, need: int) -> float:
+    """GiB that keys and values may take: ``need`` bytes, and of a GPU no more than 80 % of what is free."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        need = min(need, int(0.8 * (torch.cuda.mem_get_info(device)[0] + unused)))
+    return need / GIB
 
 
 def _longest(rows: Sequence[_Row]) -> tuple[int, int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.errors import RequestError, RunError
-from verl.rollout.base import FinishReason, Sampling
-from verl.rollout.http import Failed, HttpEngine, Refused, Row, Sampled, Server, probe
-
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+from verl.rollout.base import Sampling
+from verl.rollout.http import REASONS, Failed, HttpEngine, Refused, Row, Sampled, Server, common, probe
 
 
 class SglangEngine(HttpEngine):
@@ -20,27 +18,16 @@ class SglangEngine(HttpEngine):
     """
 
     def body(self, server: Server, row: Row, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        whole = sampling.greedy  # nothing cut off
         return "/generate", {
             "rid": row.name,
             "input_ids": list(row.request.prompt_ids),
-            "sampling_params": {
+            "sampling_params": common(sampling, self.eos)
+            | {
                 "max_new_tokens": sampling.max_new_tokens,
                 "min_new_tokens": 0,
-                "n": 1,
                 "sampling_seed": row.key & (1 << 31) - 1,
-                "temperature": 0.0 if sampling.greedy else sampling.temperature,
-                "top_p": 1.0 if whole else sampling.top_p,
-                "top_k": -1 if whole else sampling.top_k or -1,
-                "min_p": 0.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "repetition_penalty": 1.0,
                 "ignore_eos": not self.eos,  # it would switch off stop_token_ids, too
-                "stop_token_ids": sorted(self.eos),
-                "stop": list(sampling.stop),
                 "no_stop_trim": True,
-                "skip_special_tokens": False,
             },
             "return_logprob": True,
             "logprob_start_len": -1,

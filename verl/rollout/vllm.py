@@ -38,12 +38,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError, RunError
 from verl.models.decoder import Decoder
+from verl.models.factory import outline
 from verl.models.naming import check_fit
-from verl.rollout.base import FinishReason, Request, Response, Sampling
+from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
 from verl.rollout.sampling import choose, noise_key, uniforms
 from verl.rollout.stop import StopTexts
 
@@ -294,11 +295,8 @@ class VllmEngine:
             raise RunError("the engine sleeps: wake comes before generate")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop texts need the engine's tokenizer")
-        seen: set[str] = set()
-        for r in requests:
+        for r in checked(requests):
             n = len(r.prompt_ids)
-            if not n:
-                raise RequestError(f"row {r.row_id}: the prompt has no tokens, so nothing predicts the first one")
             if n + sampling.max_new_tokens > self.max_tokens:
                 raise RequestError(
                     f"row {r.row_id}: {n} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
@@ -306,9 +304,6 @@ class VllmEngine:
                 )
             if not 0 <= min(r.prompt_ids) <= max(r.prompt_ids) < self.vocabulary:
                 raise RequestError(f"row {r.row_id}: the prompt has ids outside the vocabulary of {self.vocabulary}")
-            if r.row_id in seen:
-                raise RequestError(f"row {r.row_id} is requested twice")
-            seen.add(r.row_id)
 
     async def _drive(self) -> None:
         """Turn after turn in the computing thread, until no row is left."""
@@ -581,12 +576,7 @@ def _expected(
     model: str, adapter: Mapping[str, Any] | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, dict[str, Tensor], dict[str, Any] | None]:
     """The model without weights, the tensors that ``load`` takes, and the adapter's settings as a file has them."""
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            lm: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{model}: no causal language model there: {error}") from error
+    lm: Any = outline(model, trust_remote_code)
     if adapter is None:
         return lm, dict(Decoder(lm).shards()), None
     from peft import LoraConfig, get_peft_model

@@ -11,20 +11,18 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError, RunError
-from verl.rollout.base import FinishReason, Sampling
-from verl.rollout.http import Failed, HttpEngine, Refused, Row, Sampled, Server, as_saved, probe
+from verl.rollout.base import Sampling
+from verl.rollout.http import REASONS, Failed, HttpEngine, Refused, Row, Sampled, Server, as_saved, common, probe
 
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 WATCH = 0.2  # least seconds between two looks at a server's process
 START = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 
@@ -48,49 +46,21 @@ class ServerEngine(HttpEngine):
             first ``load`` the base generates, which a fresh adapter equals.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        eos: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        model: str | None = None,
-        adapter: dict[str, Any] | None = None,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        retries: int = 8,
-        max_rows: int = 256,
-        folder: str | None = None,
-    ) -> None:
-        super().__init__(
-            urls, eos, tokenizer, model=model, api_key=api_key, timeout=timeout, retries=retries, max_rows=max_rows,
-            folder=folder,
-        )  # fmt: skip
+    def __init__(self, *args: Any, adapter: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.adapter, self._run = adapter, uuid.uuid4().hex[:8]
         self._watches = {server: _Watch() for server in self.servers}
 
     def body(self, server: Server, row: Row, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        whole = sampling.greedy  # nothing cut off
-        return "/v1/completions", {
+        return "/v1/completions", common(sampling, self.eos) | {
             "model": server.mark if self.adapter is not None and server.mark else server.model,
             "prompt": list(row.request.prompt_ids),
             "max_tokens": sampling.max_new_tokens,
             "min_tokens": 0,
-            "n": 1,
             "seed": row.key & (1 << 63) - 1,
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": 1.0 if whole else sampling.top_p,
-            "top_k": -1 if whole else sampling.top_k or -1,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
             "watermarking": False,
             "ignore_eos": True,  # the model's own; those in force are
-            "stop_token_ids": sorted(self.eos),
-            "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

@@ -49,10 +49,12 @@ class Fact:
     host: int
     place: int
     length: int
+    sampled: int  # tokens that the policy chose
+    turns: int
     finish_reason: str
     version: int
     seconds: float
-    logprobs: float  # sum over its tokens
+    logprobs: float  # sum over the sampled tokens
 
     @property
     def id(self) -> str:
@@ -169,7 +171,8 @@ class Sampler:
         drawn = await asyncio.to_thread(self.feed.take, prompts)  # a live source may wait
         draws = [Draw(self.draws + i, prompt) for i, prompt in enumerate(drawn)]
         self.draws += len(draws)
-        return await self.sample(draws, cfg.group_size, self.sampling, cfg.num_rollout_workers, own=True)
+        feeders = cfg.num_rollout_workers if cfg.rollout.environment is None else 1  # who feeds also waits for turns
+        return await self.sample(draws, cfg.group_size, self.sampling, feeders, own=True)
 
     async def _refill(self, collected: Collected, metrics: dict[str, float | None]) -> Collected:
         """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rows all got the same reward are drawn anew.
@@ -247,8 +250,8 @@ class Sampler:
             rows = [
                 Fact(draw, k, rank, *facts)
                 for (draw, k), *facts in zip(
-                    samples, places, told.lengths, told.finish_reasons, told.versions, told.seconds, told.logprobs,
-                    strict=True,
+                    samples, places, told.lengths, told.sampled, told.turns, told.finish_reasons, told.versions,
+                    told.seconds, told.logprobs, strict=True,
                 )
             ]  # fmt: skip
             return Collected(rows, scores or Scores([None] * len(rows)), told.generate_seconds, seconds)
@@ -311,7 +314,7 @@ class Sampler:
             prompt_lengths=[len(row.draw.prompt.ids) for row in rows],
             response_lengths=[row.length for row in rows],
             groups=[row.draw.number for row in rows],
-            loss_tokens=[row.length * k for row, k in zip(rows, kept, strict=True)],
+            loss_tokens=[row.sampled * k for row, k in zip(rows, kept, strict=True)],
             columns=tuple(columns),
             hosts=[row.host for row in rows],
             metrics=metrics,
@@ -329,9 +332,12 @@ class Sampler:
             "response/length_max": max(lengths),
             "response/truncated": sum(row.finish_reason == "length" for row in rows) / len(rows),
             # of all sampled tokens; the update replaces it by the exact value on the tokens that it trains
-            "policy/entropy": -sum(row.logprobs for row in rows) / sum(lengths),
+            "policy/entropy": -sum(row.logprobs for row in rows) / sum(row.sampled for row in rows),
             **latency_percentiles([row.seconds for row in rows]),
         }
+        if self.cfg.rollout.environment is not None:
+            metrics["response/sampled_mean"] = sum(row.sampled for row in rows) / len(rows)
+            metrics["response/turns_mean"] = sum(row.turns for row in rows) / len(rows)
         if not self.scored:
             metrics |= {"reward/mean": None, "reward/std": None}
         for family, columns in (("reward/<name>", scores.per_reward), ("extra/<key>", scores.extra)):

@@ -145,7 +145,7 @@ class Controller:
             await self._give_up_ahead()
             raise
         with located(step, "end of the lap"):
-            if any(walk.metrics.get(f"{family}/bad_steps") for family in ("policy", "critic")):
+            if any(walk.metrics.get(f"{family}/bad_steps") for family in ("policy", "critic", "process_reward")):
                 await self._show_all(walk)
             await self.crew.everywhere("finish", step)
         if walk.kl_per_response is not None:

@@ -8,23 +8,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
-from verl.models.adapters import CONFIG, base_of, is_adapter_folder
-from verl.models.factory import eos_ids
+from verl.data.chat import has_template
+from verl.models.adapters import CONFIG, base_of, is_adapter_folder, lora_config
+from verl.models.factory import end_ids, eos_ids, outline
 from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
 from verl.rollout.base import RolloutEngine
 from verl.rollout.cache import Budget, bytes_per_token
 from verl.rollout.native import NativeEngine
+from verl.workers.environment import Environment, EpisodeWorker
+from verl.workers.rollout import RolloutWorker
 
 
 def outside(cfg: RunConfig) -> bool:
     """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
-    return cfg.rollout.engine in ("vllm", "openai", "sglang")
+    return cfg.rollout.outside
+
+
+def environment_of(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
+    """What answers the policy; ``RequestError`` where it can't."""
+    r = cfg.rollout
+    if r.environment is None:
+        return None
+    if not has_template(tokenizer):
+        raise RequestError(
+            "rollout.environment needs a chat template, which says how turns are written; the tokenizer has none"
+        )
+    return Environment(r.environment, r.turn_timeout)
+
+
+def rollout_worker(
+    cfg: RunConfig, engine: RolloutEngine, environment: Environment | None, tokenizer: PreTrainedTokenizerBase
+) -> RolloutWorker:
+    """Samples rows; with an environment, episodes. The native engine computes those in step, so that runs stay the
+    same to the bit, as what it computes together is fixed for as long as it takes."""
+    if environment is None:
+        return RolloutWorker(engine)
+    return EpisodeWorker(engine, environment, tokenizer, cfg.rollout.max_turns, together=not outside(cfg))
 
 
 def check_cache(cfg: RunConfig, dtype: torch.dtype) -> None:
@@ -33,14 +58,10 @@ def check_cache(cfg: RunConfig, dtype: torch.dtype) -> None:
     source, trust = cfg.actor_model_config.model_name_or_path, cfg.actor_model_config.trust_remote_code
     if cfg.rollout.cache_gib is None or not isinstance(source, str):
         return
-    config = AutoConfig.from_pretrained(
-        base_of(source) if is_adapter_folder(source) else source, trust_remote_code=trust
-    )
+    base = base_of(source) if is_adapter_folder(source) else source
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
-            )
+        lm = outline(base, trust, dtype=dtype, attn_implementation=ATTENTION)
+        with torch.device("meta"):
             per_token = bytes_per_token(Policy(lm))
     except (NotImplementedError, RuntimeError):
         return
@@ -88,8 +109,6 @@ def rollout_engine(
         return ServerEngine(urls, ends, tokenizer, adapter=adapter, **common)
     from verl.rollout.sglang import SglangEngine
 
-    if adapter is not None:
-        raise RequestError("rollout.engine sglang takes whole weights, not an adapter's: rollout.engine vllm or openai")
     return SglangEngine(urls, ends, tokenizer, **common)
 
 
@@ -99,17 +118,7 @@ def _adapter(cfg: ModelConfig) -> dict[str, Any] | None:
     if is_adapter_folder(source):
         found: dict[str, Any] = json.loads((Path(source) / CONFIG).read_text())
         return found
-    if not cfg.use_lora:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=cfg.lora_r,
-        lora_alpha=cfg.lora_alpha if cfg.lora_alpha is not None else 2 * cfg.lora_r,  # type: ignore[arg-type]
-        lora_dropout=0.0,
-        target_modules=cfg.lora_target_modules,
-    ).to_dict()
+    return lora_config(cfg).to_dict() if cfg.use_lora else None
 
 
 def _ends(model: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> frozenset[int]:
@@ -119,8 +128,4 @@ def _ends(model: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: boo
         generation = GenerationConfig.from_pretrained(model)
     except OSError:
         generation = None
-    found: set[int] = set()
-    for source in (tokenizer, config, config.get_text_config(), generation):
-        value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return frozenset(found)
+    return end_ids(tokenizer, config, generation)

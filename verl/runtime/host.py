@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from array import array
@@ -45,7 +46,9 @@ from verl.workers.lap import Lap
 from verl.workers.rollout import Draw, Row, reward_row
 
 T = TypeVar("T")
-SAMPLED = ("draw", "response_ids", "sampled_logprobs", "finish_reason", "version", "text")  # columns of the pool
+SAMPLED = (  # columns of the pool; chosen: which of the response's tokens the policy sampled
+    "draw", "response_ids", "sampled_logprobs", "chosen", "finish_reason", "version", "text", "messages",
+)  # fmt: skip
 
 
 def make_host(
@@ -175,13 +178,16 @@ class Host:
             order = [place for part, _ in parts for place in part]
             scores = Scores.merge([s for s in scored if s is not None])
             scores = scores.select(sorted(range(len(order)), key=order.__getitem__))
-        responses = [rows[place].response for place in sorted(rows)]
+        done = [rows[place] for place in sorted(rows)]
+        responses = [row.response for row in done]
         return Sampled(
             lengths=[len(r.ids) for r in responses],
+            sampled=[len(row.response.ids) if row.mask is None else sum(row.mask) for row in done],
+            turns=[row.turns for row in done],
             finish_reasons=[r.finish_reason for r in responses],
             versions=[r.version for r in responses],
             seconds=array("f", [r.seconds for r in responses]),
-            logprobs=array("f", [sum(r.logprobs) for r in responses]),
+            logprobs=array("f", [sum(itertools.compress(r.response.logprobs, _mask(r))) for r in done]),
             scores=scores,
             generate_seconds=generated - start,
             reward_seconds=time.perf_counter() - generated,
@@ -195,9 +201,11 @@ class Host:
         batch["draw"] = [row.draw for row in rows.values()]
         batch["response_ids"] = Ragged.from_rows([r.ids for r in responses], torch.int64)
         batch["sampled_logprobs"] = Ragged.from_rows([r.logprobs for r in responses], torch.float32)
+        batch["chosen"] = Ragged.from_rows([_mask(row) for row in rows.values()], torch.bool)
         batch["finish_reason"] = [r.finish_reason for r in responses]
         batch["version"] = torch.tensor([r.version for r in responses])
         batch["text"] = [str(self._tokenizer.decode(list(r.ids), skip_special_tokens=True)) for r in responses]
+        batch["messages"] = [row.messages for row in rows.values()]
         self._laps[POOL].put(list(rows), batch)
 
     def score(self, rows: list[int], held_by: int | None = None) -> Scores:
@@ -209,10 +217,10 @@ class Host:
             else:
                 batch = self.context.peer(held_by).call("give", POOL, rows, SAMPLED)
             ids = [tuple(row.tolist()) for row in batch.ragged("response_ids").rows()]
-            facts: list[Any] = [batch["draw"], batch["text"], ids, batch["finish_reason"]]
+            facts: list[Any] = [batch["draw"], batch["text"], ids, batch["finish_reason"], batch["messages"]]
             told = [
-                reward_row(row_id, draw.prompt, text, response, reason)
-                for row_id, draw, text, response, reason in zip(batch.ids, *facts, strict=True)
+                reward_row(row_id, draw.prompt, text, response, reason, messages)
+                for row_id, draw, text, response, reason, messages in zip(batch.ids, *facts, strict=True)
             ]
             return rewards.score(told) if rewards is not None else Scores([None] * len(told))
 
@@ -228,7 +236,8 @@ class Host:
         batch["prompt_ids"] = Ragged.from_rows([draw.prompt.ids for draw in draws], torch.int64)
         batch["group"] = torch.tensor([draw.number for draw in draws])
         batch["response_ids"] = responses
-        batch["response_mask"] = responses.with_values(torch.tensor(accept.kept).repeat_interleave(responses.lengths))
+        kept = torch.tensor(accept.kept).repeat_interleave(responses.lengths)
+        batch["response_mask"] = responses.with_values(pool.ragged("chosen").values & kept)
         for name in ("sampled_logprobs", "finish_reason", "version"):
             batch[name] = pool[name]
         batch["scores"] = torch.tensor(accept.scores, dtype=torch.float64)
@@ -241,12 +250,11 @@ class Host:
 
     def show(self, step: int, rows: list[int]) -> list[Shown]:
         """Tokens of sampled rows, for people."""
-        batch = self._shelf(step).batch(rows, ("response_ids", "sampled_logprobs"))
+        columns = ("response_ids", "sampled_logprobs", "chosen")
+        batch = self._shelf(step).batch(rows, columns)
         return [
-            Shown(array("i", ids.tolist()), array("f", logprobs.tolist()))
-            for ids, logprobs in zip(
-                batch.ragged("response_ids").rows(), batch.ragged("sampled_logprobs").rows(), strict=True
-            )
+            Shown(array("i", ids.tolist()), array("f", logprobs.tolist()), array("b", chosen.tolist()))
+            for ids, logprobs, chosen in zip(*(batch.ragged(name).rows() for name in columns), strict=True)
         ]
 
     def empty_pool(self) -> None:
@@ -400,6 +408,11 @@ class Host:
             if isinstance(error, torch.OutOfMemoryError):
                 text += "\n" + memory_advice(self.cfg)
             raise LocatedError(text) from error
+
+
+def _mask(row: Row) -> tuple[bool, ...]:
+    """Which of the response's tokens the policy sampled."""
+    return row.mask if row.mask is not None else (True,) * len(row.response.ids)
 
 
 class LocatedError(RunError):

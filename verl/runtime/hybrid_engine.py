@@ -18,26 +18,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.batch import Ragged
 from verl.config.devices import Device, check_exists, parse
 from verl.config.engine import HybridConfig
 from verl.config.errors import RequestError, RunError
+from verl.engines.sharding import layers_of, units
 from verl.hybrid.publish import Corridor
-from verl.hybrid.table import Table, parts_of
-from verl.hybrid.transport import Alone, Distributed
-from verl.models.decoder import adapted, adapter_tensors, base_model, without_dropout
+from verl.hybrid.table import Standing
+from verl.models.decoder import base_model, in_place, without_dropout
 from verl.models.factory import create_model, eos_ids, packed_attention
-from verl.models.naming import own_tensors
 from verl.models.packing import pack
 from verl.models.policy import Policy
 from verl.models.probe import probe
@@ -208,15 +207,13 @@ class ActorModel(nn.Module):
         if places.actor.type == "cuda":
             self.engine.thread.submit(torch.cuda.set_device, places.actor).result()
         if places.actors > 1:
-            layers: Any = max((m for m in lm.modules() if isinstance(m, nn.ModuleList)), key=len)
-            for layer in layers:
-                fully_shard(layer, mesh=places.mesh)
-            fully_shard(lm, mesh=places.mesh)
+            for part in (*layers_of(base_model(lm).get_decoder()), lm):
+                fully_shard(part, mesh=places.mesh)
         if not self._in_place:
-            table = Table.of(*self._ends(), rank=places.rank, group=places.group)
-            link = Distributed(places.group, places.actor) if places.group is not None else Alone(places.actor)
-            bucket, incremental = engine.config.bucket_mib << 20, engine.config.incremental
-            self._corridor = Corridor(table, places.rank, link, bucket=bucket, incremental=incremental)
+            policy = self.engine.policy
+            self._standing = [Standing(each, partial(in_place, each, policy.adapter)) for each in (lm, policy.lm)]
+            link: Any = places.actor, engine.config
+            self._corridor = Corridor.meet(*self._ends(), *link, rank=places.rank, group=places.group)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -294,7 +291,8 @@ class ActorModel(nn.Module):
 
     def _ends(self) -> tuple[Any, Any]:
         """What is trained and what generates, as parts."""
-        return parts_of(_tensors(self.lm)), parts_of(_tensors(self.engine.policy.lm))
+        trained, generating = self._standing
+        return trained.parts(), generating.parts()
 
 
 class CriticModel(nn.Module):
@@ -311,11 +309,8 @@ class CriticModel(nn.Module):
         self.value = Value(start.to(places.critic, torch.float32), engine.seed)
         self.value.requires_grad_(True).train()
         if places.critics > 1:
-            lists = [part for part in self.value.backbone.modules() if isinstance(part, nn.ModuleList)]
-            layers: Any = max(lists, key=len)
-            for part in (*layers, self.value.value_head):
+            for part in (*layers_of(self.value.backbone), self.value.value_head, self):
                 fully_shard(part, mesh=places.mesh)
-            fully_shard(self, mesh=places.mesh)
         self._optimizer = None if engine.critic_lr is None else torch.optim.AdamW(self.parameters(), engine.critic_lr)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -497,9 +492,8 @@ class _Places:
 
 
 def _reshard(module: nn.Module | None) -> None:
-    for part in module.modules() if module is not None else ():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for unit in units(module) if module is not None else ():
+        unit.reshard()
 
 
 def _parsed(name: str, value: Any) -> list[Device]:
@@ -513,8 +507,3 @@ def _parsed(name: str, value: Any) -> list[Device]:
 
 def _torch(device: Device) -> torch.device:
     return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index)
-
-
-def _tensors(lm: nn.Module) -> dict[str, Tensor]:
-    """With adapters theirs alone, as the rest stays as it is."""
-    return adapter_tensors(lm) if adapted(lm) else dict(own_tensors(lm))

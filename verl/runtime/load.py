@@ -26,13 +26,14 @@ from verl.engines.base import TrainEngine
 from verl.engines.context_parallel import context_group
 from verl.engines.fsdp import FsdpEngine
 from verl.engines.sharding import device_mesh
+from verl.hybrid.table import parts_in
 from verl.layout import Layout
 from verl.models.factory import load_model, load_scorer, load_tokenizer, resolve_dtype
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 from verl.rewards.base import Rewards, build_rewards
-from verl.runtime.generation import check_cache, outside, rollout_engine
+from verl.runtime.generation import check_cache, environment_of, outside, rollout_engine, rollout_worker
 from verl.runtime.publish import Plainly, Publisher, Through
 from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker, ProcessRewardWorker
@@ -83,6 +84,7 @@ def load(
     mine = {role for role, ranks in placement.roles.items() if context.rank in ranks}
     if "rollout" in mine:
         check_cache(cfg, resolve_dtype(actor_cfg.dtype, device))
+    environment = environment_of(cfg, tokenizer) if "rollout" in mine else None
     meshes = _Meshes(cfg, placement, context, device)
     critic_cfg = judge_cfg = None
     if "critic" in mine:
@@ -100,22 +102,27 @@ def load(
     def engine(
         module: Policy | Value | SharedValue | Scorer, config: ModelConfig, role: str,
         steps: int = laps * steps_per_lap,
-    ) -> FsdpEngine:  # fmt: skip
+    ) -> TrainEngine:  # fmt: skip
         if not isinstance(module, SharedValue):  # it has the policy's positions
             model_config: Any = module.config
             if limit := getattr(model_config.get_text_config(), "max_position_embeddings", None):
                 check_context(cfg, limit)
         mesh, context = meshes.of(role)
         fsdp = config.fsdp_config
+        if config.engine == "megatron":
+            assert isinstance(module, Policy) and mesh is not None
+            options: Any = config.optimizer, steps, cfg.gradient_checkpointing, mesh, context, fsdp.cpu_offload
+            return _megatron().MegatronEngine(module, *options)
         return FsdpEngine(
             module, config.optimizer, steps, cfg.gradient_checkpointing, mesh, fsdp.sharding_strategy, context=context,
-            cpu_offload=fsdp.cpu_offload,
+            cpu_offload=fsdp.cpu_offload, compile_backend="inductor" if fsdp.torch_compile else None,
         )  # fmt: skip
 
     def sharded(*roles: str) -> bool:
         """Whether no rank needs the roles' models whole."""
-        sections = [section_of(cfg, role).fsdp_config for role in roles if meshes.of(role)[0] is not None]
-        return 0 < len(roles) == len(sections) and all(s.sharding_strategy != "NO_SHARD" for s in sections)
+        sections = [section_of(cfg, role) for role in roles if meshes.of(role)[0] is not None]
+        cut = [s.engine == "megatron" or s.fsdp_config.sharding_strategy != "NO_SHARD" for s in sections]
+        return 0 < len(roles) == len(cut) and all(cut)
 
     # first all modules: what is copied from the actor's start must be copied while it is whole
     trained: Policy | Scorer | None = None
@@ -183,7 +190,7 @@ def load(
         if (thread := getattr(rollout, "thread", None)) is not None:  # who samples and who trains take turns
             workers.compute.shutdown()
             workers.compute = thread
-        workers.rollout = RolloutWorker(rollout)
+        workers.rollout = rollout_worker(cfg, rollout, environment, tokenizer)
     generating = workers.rollout.engine if workers.rollout is not None else None
     if in_place or not recipe.samples:
         workers.publisher.engines += [generating] if generating is not None else []
@@ -191,7 +198,9 @@ def load(
         policy = trained if isinstance(trained, Policy) else None
         if cfg.hybrid_engine or outside(cfg):
             link = placement, context, policy, meshes.corridor, generating, device
-            workers.publisher = Through(*link, cfg.hybrid_config, by_files=outside(cfg))
+            trainer: Any = workers.actor.engine if workers.actor is not None else None
+            parts = parts_in(trainer.pieces()) if trainer is not None and actor_cfg.engine == "megatron" else None
+            workers.publisher = Through(*link, cfg.hybrid_config, outside(cfg), parts)
         else:
             source = workers.actor.engine if workers.actor is not None else None
             like = dict(copied.shards()) if copied is not None and source is None else {}
@@ -205,7 +214,7 @@ def load(
 
 def layout_of(cfg: FsdpConfig, ranks: int) -> Layout:
     """How a role's ranks share its work."""
-    return Layout.of(ranks, tp=cfg.tensor_parallel_size, cp=cfg.context_parallel_size)
+    return Layout.of(ranks, tp=cfg.tensor_parallel_size, cp=cfg.context_parallel_size, pp=cfg.pipeline_parallel_size)
 
 
 def section_of(cfg: RunConfig, role: str) -> ModelConfig:
@@ -224,6 +233,7 @@ def samples_in_place(cfg: RunConfig, placement: Placement) -> bool:
         return False
     actor, fsdp = placement.ranks("actor"), cfg.actor_model_config.fsdp_config
     whole = len(actor) == 1 or (fsdp.sharding_strategy == "NO_SHARD" and fsdp.tensor_parallel_size == 1)
+    whole = whole and cfg.actor_model_config.engine != "megatron"
     return whole and set(placement.ranks("rollout")) <= set(actor)
 
 
@@ -245,15 +255,20 @@ class _Meshes:
         for role, ranks in sorted(placement.roles.items()):
             if len(ranks) == 1 or role in ("rollout", "reward_model"):
                 continue
-            fsdp = section_of(cfg, role).fsdp_config
+            section = section_of(cfg, role)
+            fsdp, engine = section.fsdp_config, section.engine
             layout = layout_of(fsdp, len(ranks))
-            hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
+            hybrid = fsdp.sharding_strategy == "HYBRID_SHARD" and engine == "fsdp"
             data = layout.dp * layout.cp
             replicas = data // (fsdp.shard_size or data) if hybrid else 1
             kind = placement.devices[ranks[0]].kind
-            key = (ranks, layout, replicas)
+            key = (ranks, layout, replicas, engine)
             if key not in made:  # every host makes every mesh, in the same order
-                made[key] = device_mesh(layout, kind, replicas, ranks), context_group(layout, ranks)
+                if engine == "megatron":
+                    mesh = _megatron().megatron_mesh(layout, kind, ranks)
+                else:
+                    mesh = device_mesh(layout, kind, replicas, ranks)
+                made[key] = mesh, context_group(layout, ranks)
             self._of[role] = made[key]
         if cfg.algorithm.recipe.samples and not samples_in_place(cfg, placement):
             both = sorted({*placement.ranks("actor"), *placement.ranks("rollout")})
@@ -266,6 +281,15 @@ class _Meshes:
     def of(self, role: str) -> tuple[DeviceMesh | None, Any]:
         """The role's mesh, and this rank's group of those that share its rows."""
         return self._of.get(role, (None, None))
+
+
+def _megatron() -> Any:
+    """Its module, which takes seconds to import and isn't always installed."""
+    try:
+        from verl.engines import megatron
+    except ImportError as error:
+        raise RequestError(f"engine megatron needs megatron-core: pip install 'verl[megatron]' ({error})") from error
+    return megatron
 
 
 def _frozen(policy: Policy) -> Policy:

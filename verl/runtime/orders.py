@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from verl.batch import Batch, Ragged
 from verl.hybrid.publish import Transfer
@@ -104,10 +105,12 @@ class Sampled:
     """Facts of the rows asked for, in their order."""
 
     lengths: list[int]  # response tokens
+    sampled: list[int]  # those of them that the policy chose
+    turns: list[int]  # messages of the policy
     finish_reasons: list[str]
     versions: list[int]
     seconds: array[float]
-    logprobs: array[float]  # sum over the response's tokens, under the density they were drawn from
+    logprobs: array[float]  # sum over the sampled tokens, under the density they were drawn from
     scores: Scores | None
     generate_seconds: float
     reward_seconds: float
@@ -132,6 +135,10 @@ class Shown:
 
     ids: array[int]
     logprobs: array[float]
+    chosen: array[int] = field(default_factory=lambda: array("b"))  # as many as logprobs: 0 where nothing was sampled
+
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        return str(tokenizer.decode(self.ids.tolist(), skip_special_tokens=True))
 
 
 @dataclass

@@ -16,12 +16,13 @@ from verl.config.errors import RunError
 from verl.dataflow.placement import Placement
 from verl.engines.base import TrainEngine
 from verl.hybrid.publish import Corridor, Report, Transfer
-from verl.hybrid.table import Table, parts_of
-from verl.hybrid.transport import Alone, Distributed
-from verl.models.naming import own_tensors
+from verl.hybrid.table import Kept, Parts, Standing, parts_of
+from verl.models.decoder import in_place
 from verl.models.policy import Policy
 from verl.rollout.base import RolloutEngine
 from verl.rollout.native import NativeEngine
+
+NOTHING = Kept()  # a rank's parts of what it doesn't train
 
 
 class Publisher:
@@ -44,25 +45,27 @@ class Through(Publisher):
         group: process group of the hosts; ``None``: this one is alone.
         engine: what samples here, if something does, from weights of its own.
         by_files: under the names and in the shapes of model files, which engines of other kinds read.
+        parts: the actor's, where it doesn't train ``trained``'s own weights; under the names of model files.
     """
 
     def __init__(
         self, placement: Placement, context: Context, trained: Policy | None, group: Any,
         engine: RolloutEngine | None, device: torch.device, cfg: HybridConfig, by_files: bool,
+        parts: Parts | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._parts = parts
         self.by_files = by_files
         if engine is not None:
             self.engines.append(engine)
-        self.rank, self.trained, self.engine = context.rank, trained, engine
+        self.trained, self.engine = trained, engine
+        self._held = None if trained is None else _standing(trained)
+        self._wanted = _standing(engine.policy) if isinstance(engine, NativeEngine) else None
         streams = engine is not None and not isinstance(engine, NativeEngine)
-        table = Table.of(self._source(), self._target() or {}, streams, rank=context.rank, group=group)
         kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
         wire = device if len(kinds) == 1 else torch.device("cpu")  # the way from one kind of device to another
-        self.corridor = Corridor(
-            table, context.rank, Alone(wire) if group is None else Distributed(group, wire),
-            bucket=cfg.bucket_mib << 20, incremental=cfg.incremental,
-        )  # fmt: skip
+        ends = self._source(), self._target()
+        self.corridor = Corridor.meet(*ends, wire, cfg, rank=context.rank, group=group, streams=streams)
 
     def publish(self, version: int) -> Report:
         source, target = self._source(), self._target()
@@ -80,14 +83,18 @@ class Through(Publisher):
         return self.corridor.report
 
     def _source(self) -> Any:
-        if self.trained is None:
-            return {}
-        return parts_of(dict(self.trained.shards()) if self.by_files else in_place(self.trained))
+        if self.trained is None or self._held is None:
+            return NOTHING
+        if self._parts is not None:
+            return self._parts
+        return parts_of(dict(self.trained.shards())) if self.by_files else self._held.parts()
 
     def _target(self) -> Any:
-        if not isinstance(self.engine, NativeEngine):
-            return None
-        return parts_of(in_place(self.engine.policy))
+        return None if self._wanted is None else self._wanted.parts()
+
+
+def _standing(policy: Policy) -> Standing:
+    return Standing(policy, lambda: in_place(policy.lm, policy.adapter))
 
 
 class Plainly(Publisher):
@@ -140,19 +147,14 @@ class Plainly(Publisher):
             yield name, buffer
 
 
-def in_place(policy: Policy) -> dict[str, Tensor]:
-    """The policy's own tensors, not copies, under names that copies of it share; with adapters the trained one's."""
-    return dict(policy.shards()) if policy.has_adapters else dict(own_tensors(policy.lm))
-
-
 def table_of(transfers: list[Transfer]) -> str:
     """What moved, a line per bucket and pair of ranks, for people."""
-    lines = [f"{'tensors':<48} {'dtype':<10} {'values':>12} {'bytes':>13} {'ms':>9} {'GB/s':>7}  ranks"]
+    lines = [f"{'tensors':<48} {'dtype':<18} {'values':>12} {'bytes':>13} {'ms':>9} {'GB/s':>7}  ranks"]
     for t in transfers:
         name = t.names[0] + (f" and {len(t.names) - 1} more" if len(t.names) > 1 else "")
         rate = t.bytes / t.seconds / 1e9 if t.seconds else 0.0
         lines.append(
-            f"{name[-48:]:<48} {'/'.join(t.dtypes):<10} {t.values:>12,} {t.bytes:>13,} {1e3 * t.seconds:>9.2f} "
+            f"{name[-48:]:<48} {'/'.join(t.dtypes):<18} {t.values:>12,} {t.bytes:>13,} {1e3 * t.seconds:>9.2f} "
             f"{rate:>7.2f}  {t.source} > {t.target}"
         )
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import shutil
@@ -442,7 +443,7 @@ class Run:
             collected, shown = self._await(self._answer(sampler, draws))
             metrics = _evaluation_metrics(collected)
             answers = [
-                Answer(_question(row.draw.prompt), _text(told, self.tokenizer), total)
+                Answer(_question(row.draw.prompt), told.text(self.tokenizer), total)
                 for row, told, total in zip(collected.rows, shown, collected.scores.totals, strict=True)
             ]
         else:
@@ -591,10 +592,6 @@ def _question(prompt: Prompt) -> str:
     return asked if isinstance(asked, str) else str(asked[-1]["content"])
 
 
-def _text(told: Shown, tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(told.ids.tolist(), skip_special_tokens=True))
-
-
 def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Rows for ``samples.jsonl``: evenly spaced over the lap."""
     scores = collected.scores
@@ -602,9 +599,10 @@ def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[S
         Sample(
             row_id=row.id,
             prompt=row.draw.prompt.text,
-            response=_text(told, tokenizer),
+            response=told.text(tokenizer),
             response_ids=tuple(told.ids),
-            logprobs=tuple(told.logprobs),
+            logprobs=tuple(itertools.compress(told.logprobs, told.chosen)),
+            chosen=None if all(told.chosen) else tuple(told.chosen),
             finish_reason=row.finish_reason,
             reward=scores.totals[i],
             rewards={name: values[i] for name, values in (scores.per_reward | scores.extra).items()},

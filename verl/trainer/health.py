@@ -13,7 +13,11 @@ from verl.data.examples import Example
 from verl.metrics.sinks import JsonLines
 from verl.runtime.collect import Collected
 
-ROLES = {"policy": "actor", "critic": "critic"}  # whose steps, by how their metrics begin
+ROLES = {
+    "policy": "actor",
+    "critic": "critic",
+    "process_reward": "process_reward",
+}  # whose steps, by how their metrics begin
 
 
 class SkippedSteps:
@@ -48,11 +52,10 @@ def sampled_rows(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> It
     scores = collected.scores
     for i, row in enumerate(collected.rows):
         told, prompt = collected.shown.get(i), row.draw.prompt
-        ids = None if told is None else told.ids.tolist()
         yield {
             "row_id": row.id,
             "prompt": prompt.text,
-            "response": None if ids is None else str(tokenizer.decode(ids, skip_special_tokens=True)),
+            "response": None if told is None else told.text(tokenizer),
             "reward": _number(scores.totals[i]),
             "rewards": {name: _number(values[i]) for name, values in (scores.per_reward | scores.extra).items()},
             "length": row.length,
@@ -60,7 +63,7 @@ def sampled_rows(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> It
             "logprob": _number(row.logprobs),
             "version": row.version,
             "prompt_ids": list(prompt.ids),
-            "response_ids": ids,
+            "response_ids": None if told is None else told.ids.tolist(),
         }
 
 

@@ -74,6 +74,7 @@ class ProcessRewardWorker:
         steps = run_steps(self.engine, batch, lap.forward_steps, self._loss, {"logprobs"}, self.cfg.rollout.temperature)
         lap.metrics["process_reward/loss"] = steps.loss
         lap.metrics["process_reward/grad_norm"] = steps.grad_norm
+        lap.metrics["process_reward/bad_steps"] = steps.bad
         lap.metrics["process_reward/accuracy"] = steps.mean("right", "rows")
 
     def rewards(self, batch: Batch, lap: Lap) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 
 from verl.algorithms.kl import kl_estimate
@@ -29,8 +28,8 @@ class ReferenceWorker:
     def logprobs(self, batch: Batch, lap: Lap) -> None:
         batch["ref_logprobs"] = ref = self._forward(batch, lap.micro_batches)
         if "sampled_logprobs" in batch and self.cfg.algorithm.recipe.pairs_sampled:
-            everywhere = torch.ones_like(ref.values, dtype=torch.bool)  # rows outside of pairs, too
-            lap.metrics["kl/mean"] = self._kl(batch, ref, everywhere)
+            sampled = ~batch.ragged("sampled_logprobs").values.isnan()  # rows outside of pairs, too
+            lap.metrics["kl/mean"] = self._kl(batch, ref, sampled)
 
     def drift(self, batch: Batch, lap: Lap) -> None:
         """KL to the starting policy on the lap's first ``kl_sample_rows`` rows; measured only, never trained on.

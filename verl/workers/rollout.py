@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from verl.data.chat import Message
 from verl.data.loader import Prompt
 from verl.rewards.base import RewardRow
 from verl.rollout.base import Request, Response, RolloutEngine, Sampling
@@ -29,6 +30,9 @@ class Row:
     draw: Draw
     sample: int
     response: Response
+    mask: tuple[bool, ...] | None = None  # of the response's ids, those that the policy sampled; None: all
+    turns: int = 1  # messages of the policy
+    messages: list[Message] | None = None  # of an episode: all of the conversation
 
     @property
     def id(self) -> str:
@@ -49,7 +53,9 @@ class RolloutWorker:
             yield Row(draw, k, response)
 
 
-def reward_row(row_id: str, prompt: Prompt, text: str, ids: tuple[int, ...], finish_reason: str) -> RewardRow:
+def reward_row(
+    row_id: str, prompt: Prompt, text: str, ids: tuple[int, ...], finish_reason: str, messages: list[Message] | None
+) -> RewardRow:
     """What a reward sees of a row. ``text`` is the response ``ids`` decoded without special tokens."""
     return RewardRow(
         row_id=row_id,
@@ -60,4 +66,5 @@ def reward_row(row_id: str, prompt: Prompt, text: str, ids: tuple[int, ...], fin
         response_ids=ids,
         finish_reason=finish_reason,
         fields=prompt.fields,
+        messages=messages,
     )

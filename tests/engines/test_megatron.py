@@ -1,0 +1,274 @@
+"""Megatron's ranks beside one process of FSDP: the same numbers for every way of cutting the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'verl[megatron]'")
+
+from tests.engines import test_spread as spread
+from tests.engines.ranks import run
+from tests.engines.test_fsdp import ADAM, BOTH, loss_fn, policy
+from tests.engines.test_spread import DECAYING, PLAIN, agree, rows
+from tests.hybrid.engines import tokens
+from tests.tiny import f_bpe, save
+from verl.config.engine import HybridConfig
+from verl.config.errors import RequestError
+from verl.config.model import ModelConfig, OptimizerConfig
+from verl.engines.context_parallel import context_group
+from verl.engines.megatron import MegatronEngine, megatron_mesh
+from verl.hybrid.publish import Corridor
+from verl.hybrid.table import Part, parts_of
+from verl.layout import Layout
+from verl.models.decoder import in_place
+from verl.models.factory import load_model
+from verl.models.policy import Policy
+from verl.rollout.native import NativeEngine
+from verl.seats import seat
+
+FAST = OptimizerConfig(lr=0.1)
+
+
+def padded() -> Any:
+    """A word of the data is the one that pads, whose embedding isn't trained."""
+    lm = spread.MODELS["llama"]()
+    lm.get_input_embeddings().padding_idx = 7
+    assert (rows().ragged("response_ids").values == 7).any()
+    return lm
+
+
+spread.MODELS["padded"] = padded
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, how it is cut, and how its rows are."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    model: str = "llama"
+    dtype: str = "float32"
+    cpu_offload: bool = False
+    micro_rows: int = 2
+    share_prompts: bool = True
+    recompute: bool = True
+    optimizer: OptimizerConfig = ADAM
+    steps: int = 3
+
+    @property
+    def alone(self) -> spread.Case:
+        """In one process of FSDP."""
+        kept = {n: getattr(self, n) for n in ("model", "dtype", "cpu_offload", "optimizer", "steps")}
+        return spread.Case(**kept, micro_rows=1, share_prompts=False, recompute=False)
+
+
+def named(x: Any) -> str | None:
+    """Of a case: what isn't as usual."""
+    if not isinstance(x, Case):
+        return None
+    return "-".join(f"{k}={v}" for k, v in vars(x).items() if v != getattr(Case, k) and k != "optimizer")
+
+
+def layout(case: Case) -> Layout:
+    return Layout.of(dist.get_world_size(), tp=case.tp, pp=case.pp, cp=case.cp)
+
+
+def engine(case: Case) -> MegatronEngine:
+    return built(case, policy(spread.MODELS[case.model](), getattr(torch, case.dtype)))
+
+
+def built(case: Case, module: Policy) -> MegatronEngine:
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    mesh, context = megatron_mesh(layout(case), device), context_group(layout(case))
+    return MegatronEngine(module, case.optimizer, None, case.recompute, mesh, context, case.cpu_offload)
+
+
+def mine(case: Case) -> list[list[int]]:
+    """This rank's micro-batches."""
+    data, where = rows(), layout(case)
+    lengths = [data.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids")]
+    shape = {"mini_batch_rows": 6, "micro_rows": case.micro_rows, "share_prompts": case.share_prompts}
+    seats = seat(*lengths, data.tensor("group").tolist(), ranks=where.dp, **shape).mini_batches[0]
+    return seats.ranks[where.place(dist.get_rank()).dp]
+
+
+def train(case: Case) -> dict[str, Any]:
+    """A forward pass and ``steps`` updates; what they gave, and the weights at the end."""
+    e, data, cut = engine(case), rows(case.share_prompts), mine(case)
+    order = sorted(row for micro in cut for row in micro)
+    local = data.select(order)
+    cut = [[order.index(row) for row in micro] for micro in cut]
+    out = e.forward(local, cut, BOTH, 0.8)
+    reports = [e.update(local, cut, loss_fn, BOTH, 0.8) for _ in range(case.steps)]
+    outputs = {name: dict(zip(order, map(torch.clone, column.rows()), strict=True)) for name, column in out.items()}
+    shards = {n: t.detach().to("cpu", copy=True) for n, t in e.shards()}
+    return {"outputs": outputs, "reports": reports, "shards": shards}
+
+
+CASES = [
+    (1, Case()),
+    (2, Case(micro_rows=6)),  # rows of one prompt each on its rank: passes of both
+    (2, Case(cp=2)),
+    (2, Case(tp=2)),
+    (2, Case(tp=2, model="padded")),
+    (2, Case(tp=2, model="qwen2", optimizer=PLAIN)),
+    (2, Case(tp=2, model="qwen3", optimizer=PLAIN)),
+    (2, Case(pp=2, micro_rows=1)),
+    (2, Case(pp=2, model="tied")),
+    (2, Case(pp=2, model="window", optimizer=PLAIN)),
+    (4, Case(tp=2, pp=2, recompute=False, share_prompts=False)),
+    (4, Case(pp=2, micro_rows=6)),
+    (4, Case(tp=2, cp=2, model="qwen3", optimizer=PLAIN)),
+]
+
+
+@pytest.mark.parametrize(("n", "case"), CASES, ids=named)
+def test_the_same_numbers_as_fsdp(n, case):
+    agree(spread.train(case.alone), run(n, train, case))
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2)], ids=named)
+def test_bf16_parameters_train_on_fp32_masters(case):
+    case = replace(case, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-4), steps=8)
+    ranks = run(2, train, case)
+    agree(spread.train(case.alone), ranks, tolerance=0.06)
+    start = dict(policy(spread.MODELS["llama"](), torch.bfloat16).shards())
+    moved = [(t != start[n]).float().mean().item() for n, t in ranks[0]["shards"].items() if t.ndim == 2]
+    assert min(moved) > 0.1, "single steps of 1e-4 are below bf16's last digit of most weights"
+
+
+Saved = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]
+
+
+def saved(case: Case, start: Saved | None = None) -> Saved:
+    """``steps`` more updates, and then everything as a checkpoint would keep it."""
+    e = engine(case)
+    if start is not None:
+        e.restore(*start)
+    for _ in range(case.steps):
+        e.update(rows(), mine(case), loss_fn, BOTH, 0.8)
+    return {name: t.detach().to("cpu", copy=True) for name, t in e.shards()}, *e.state()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_one_engine_saved_goes_on_on_another(dtype):
+    """FSDP alone, then two stages, then two parts of every layer; at the end as if nothing had happened."""
+    case = Case(dtype=dtype, optimizer=DECAYING, steps=2)
+    straight = spread.saved(replace(case.alone, steps=6))
+    first = spread.saved(case.alone)
+    second, other = run(2, saved, replace(case, pp=2), first)
+    assert other[1] == {}, "the first rank's is the whole"
+    third, _ = run(2, saved, replace(case, tp=2), second)
+    loose = 0.05 if dtype == "bfloat16" else 2e-5
+    assert third[2] == straight[2]
+    for ours, theirs in zip(third[:2], straight[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=loose, rtol=loose, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", [Case(tp=2, model="qwen3"), Case(pp=2, model="tied", dtype="bfloat16")], ids=named)
+def test_on_the_same_ranks_it_goes_on_bit_for_bit(case):
+    case = replace(case, optimizer=DECAYING, steps=2)
+    straight = run(2, saved, replace(case, steps=4))[0]
+    again = run(2, saved, case, run(2, saved, case)[0])[0]
+    for ours, theirs in zip(again[:2], straight[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def taken(case: Case, folder: str) -> tuple[bool, bool, set[str]]:
+    """Of weights read by parts: whether all come back bit for bit, whether what lies here is a rank's share of them
+    (and its place is told right), and which weights those are."""
+    lm: Any = load_model(ModelConfig(model_name_or_path=folder), "cpu", torch.float32, in_parts=True)
+    module = Policy(lm)
+    assert module.unread is not None
+    e = built(case, module)
+    whole = dict(policy(folder).shards())
+    back = {name: t.cpu() for name, t in e.shards()}
+    same = back.keys() == whole.keys() and all(torch.equal(t, whole[name]) for name, t in back.items())
+    pieces = list(e.pieces())
+    placed = all(torch.equal(t.cpu(), whole[n][tuple(slice(*ends) for ends in box)]) for n, t, box in pieces)
+    return same, placed and all(p.is_meta for p in module.lm.parameters()), {name for name, *_ in pieces}
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2)], ids=named)
+def test_each_rank_reads_its_part_of_the_files(case, tmp_path):
+    folder = save(tmp_path, spread.MODELS["qwen3"](), f_bpe())
+    ranks = run(2, taken, case, folder)
+    assert all(same and placed for same, placed, _ in ranks)
+    here, there = (names for *_, names in ranks)
+    assert here == there if case.pp == 1 else not here & there
+
+
+def published(case: Case, folder: str) -> list[bool]:
+    """After an update, by the corridor into an engine on each rank: whether every bit is there, whether it answers
+    as one that is loaded with the gathered weights, and otherwise than before."""
+    e = engine(case)
+    samplers = [NativeEngine(policy(folder).to(e.device).requires_grad_(False), frozenset()) for _ in range(2)]
+    target = parts_of(in_place(samplers[0].policy.lm, None))
+
+    def source() -> dict[str, list[Part]]:
+        found: dict[str, list[Part]] = {}
+        for name, tensor, box in e.pieces():
+            found.setdefault(name, []).append(Part(tensor, box))
+        return found
+
+    link: Any = e.device, HybridConfig(bucket_mib=1)
+    corridor = Corridor.meet(source(), target, *link, rank=dist.get_rank(), group=dist.group.WORLD)
+    before = tokens(samplers[0])
+    e.update(rows(), mine(case), loss_fn, BOTH, 0.8)
+    with samplers[0].updating(1):
+        for _ in corridor.flow(1, source(), target, 0):
+            pass
+    samplers[1].load(((name, t.clone()) for name, t in e.shards()), 1)
+    whole = dict(samplers[1].policy.shards())
+    same = all(torch.equal(t, whole[name]) for name, t in samplers[0].policy.shards())
+    answers = [tokens(sampler) for sampler in samplers]
+    for sampler in samplers:
+        sampler.close()
+    return [same, answers[0] == answers[1], answers[0] != before]
+
+
+@pytest.mark.parametrize("case", [Case(tp=2, optimizer=FAST), Case(pp=2, model="qwen3", optimizer=FAST)], ids=named)
+def test_what_is_trained_is_what_generates(case, tmp_path):
+    folder = save(tmp_path, spread.MODELS[case.model](), f_bpe())
+    assert run(2, published, case, folder) == [[True, True, True]] * 2
+
+
+def spoiled(case: Case, poison: dict[str, int]) -> list[Any]:
+    """What became of an update, and whether no weight has moved."""
+    e, data = engine(case), rows(poison=poison)
+    before = {name: t.clone() for name, t in e.shards()}
+    skipped = e.update(data, mine(case), loss_fn, BOTH, 0.8).skipped
+    return [skipped, all(torch.equal(t, before[name]) for name, t in e.shards())]
+
+
+@pytest.mark.parametrize(("poison", "skipped"), [({"masked": 0}, "empty"), ({"nan": 5}, "nonfinite")])
+def test_all_stages_agree_to_take_no_step(poison, skipped):
+    assert run(2, spoiled, Case(pp=2), poison) == [[skipped, True]] * 2
+
+
+def refused(case: Case, options: dict[str, Any]) -> str:
+    with pytest.raises(RequestError) as error:
+        built(case, policy(spread.MODELS[case.model](), **options))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "says"),
+    [
+        (Case(tp=2, model="tied"), {}, "tensor_parallel_size 2 does not divide the model's num_key_value_heads 1"),
+        (Case(cp=2, optimizer=spread.MUON), {}, "the optimizer must be adamw or sgd"),
+        (Case(pp=2, model="gpt2"), {}, "not gpt2"),
+        (Case(pp=2), {"use_lora": True}, "use_lora must be false"),
+    ],
+)
+def test_what_cant_be_trained_is_refused(case, options, says):
+    assert all(says in message for message in run(2, refused, case, options))

@@ -1,0 +1,439 @@
+"""Megatron training engine: a Llama-like model over tensor-, pipeline-, data- and context-parallel ranks.
+
+The module is ``megatron_model``'s. The rotary embedding is the Hugging Face model's own, the head is used by runs of
+tokens as elsewhere, and weights go by ``models/megatron_names.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl.batch import Batch, Ragged
+from verl.config.errors import RequestError, RunError
+from verl.config.model import OptimizerConfig
+from verl.engines.base import LossFn, UpdateReport
+from verl.engines.context_parallel import Part, check_heads
+from verl.engines.megatron_model import Rows, build
+from verl.engines.optim import Optimizer
+from verl.engines.pipeline import Pipeline
+from verl.engines.spread import Share
+from verl.engines.vocab_parallel import token_logprobs as parallel_logprobs
+from verl.layout import Layout
+from verl.models.decoder import known
+from verl.models.logprobs import token_logprobs
+from verl.models.megatron_names import Shape, Unit, fill, join
+from verl.models.naming import check_fit
+from verl.models.packing import Packed, pack
+from verl.models.policy import Policy
+
+T = TypeVar("T")
+OUTPUTS = {"logprobs", "entropy"}
+PER_HEAD = ("q_layernorm.weight", "k_layernorm.weight")  # whole on each rank, which uses them for its own heads
+
+
+def megatron_mesh(layout: Layout, device_type: str, ranks: Sequence[int] | None = None) -> DeviceMesh:
+    """The mesh ``pp x dp x tp`` of ``layout.size`` ``ranks`` of the world, in ascending order (default: all there are);
+    ``dp`` is ``layout.dp * layout.cp``. Every process of the world calls this, as ``sharding.device_mesh``."""
+    ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+    if len(ranks) != layout.size or ranks != sorted(set(ranks)):
+        raise ValueError(f"ranks {ranks} aren't {layout.size} different ones in ascending order")
+    sizes = layout.pp, layout.dp * layout.cp, layout.tp
+    return DeviceMesh(device_type, torch.tensor(ranks).view(sizes), mesh_dim_names=("pp", "dp", "tp"))
+
+
+class MegatronEngine:
+    """A ``TrainEngine`` around a Llama-like policy.
+
+    Ranks that differ in ``tp``, ``pp`` or ``cp`` alone are given the same rows and all get the same outputs and
+    reports; the loss function is called on the last pipeline stage. All else is as ``FsdpEngine`` has it: one reduction
+    of gradients per optimizer step, fp32 masters of bf16 parameters, numbers that don't depend on the mesh, and weights
+    and optimizer state that any engine with any mesh can take back.
+
+    Args:
+        module: what is trained, whole or not yet read from its files (``unread``): each rank reads its part. One
+            without trainable parameters can only ``forward``. Its own weights are given up (moved to the meta device).
+        optimizer: how.
+        total_optimizer_steps: of the whole run, for schedules that end; ``None``: unknown.
+        gradient_checkpointing: while training, keep only each layer's input.
+        mesh: the ranks (``megatron_mesh``); Megatron wants process groups for a single rank, too.
+        context: process group of the ranks that share this one's rows (``context_parallel.context_group``).
+        cpu_offload: the optimizer's part in CPU memory (``Optimizer``).
+
+    Raises:
+        RequestError: the model can't be built or cut so, or the optimizer needs to see whole matrices.
+    """
+
+    def __init__(
+        self,
+        module: Policy,
+        optimizer: OptimizerConfig,
+        total_optimizer_steps: int | None,
+        gradient_checkpointing: bool,
+        mesh: DeviceMesh,
+        context: Any = None,
+        cpu_offload: bool = False,
+    ) -> None:
+        trains = any(True for _ in module.trainable())
+        if module.adapter is not None:
+            raise RequestError("Megatron trains all weights: use_lora must be false")
+        if callable(optimizer.name) or optimizer.name == "muon":
+            raise RequestError("Megatron's ranks hold parts of fused matrices: the optimizer must be adamw or sgd")
+        config = module.config.get_text_config()
+        self.module, self.mesh, self.context = module, mesh, context
+        self.shape = Shape.of(config)
+        cuda = mesh.device_type == "cuda"
+        self.device = device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.tp, self.tp_rank = mesh["tp"].size(), mesh.get_local_rank("tp")
+        self.data = mesh["dp"].size()
+        self.pipeline = Pipeline(mesh.get_group("pp"), device)
+        self.shape.check(self.tp, self.pipeline.stages)
+        if context is not None:
+            check_heads(module.config, context.size(), self.tp)
+        self.dtype = module.dtype
+        self.held = self.shape.held(self.tp, self.pipeline.stages, self.tp_rank, self.pipeline.stage)
+        self.units = self.shape.units(self.tp, self.pipeline.stages)
+        backbone: Any = module.backbone
+        self.padding: int | None = backbone.get_input_embeddings().padding_idx
+        self.rotary: Any = copy.deepcopy(backbone.rotary_emb).to(device)
+        self.model = build(self.shape, config, mesh, device, self.dtype, gradient_checkpointing and trains)
+        self.parameters = dict(self.model.requires_grad_(trains).named_parameters())
+        check_fit({n: torch.empty(local.shape, device="meta") for n, local in self.held.items()}, self.parameters)
+        self._read(module)
+        self.optimizer = None
+        if trains:
+            named = self.parameters.items()
+            self.optimizer = Optimizer(named, optimizer, total_optimizer_steps, offload=cpu_offload)
+
+    def _read(self, module: Policy) -> None:
+        """Each weight's part that this rank holds."""
+        wanted = {run.weight for local in self.held.values() for run in local.runs}
+        if module.unread is None:
+            whole = dict(module.shards())
+            check_fit(self._whole_shapes(), whole)
+            self._fill(self.parameters, whole)
+        else:
+            for name, stored in module.unread.tensors(wanted):
+                self._fill(self.parameters, {name: stored})
+            module.unread = None
+        module.lm.to(device="meta")
+
+    def forward(
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
+    ) -> dict[str, Ragged]:
+        known(want, OUTPUTS)
+        order = [row for rows in micro_batches for row in rows]
+        if sorted(order) != list(range(len(batch))):
+            raise ValueError(f"micro-batches hold {len(order)} rows, not each of the batch's {len(batch)} once")
+        lengths = batch.ragged("response_ids").lengths
+        parts: dict[str, list[Tensor]] = {name: [] for name in want}
+        passes = _Passes(self, batch, micro_batches)
+
+        def compute(i: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(passes.packed(i), received)
+            if self.pipeline.last:
+                outputs = self._outputs(hidden, passes.packed(i), passes.rows(i), want, temperature)
+                for name, values in outputs.items():
+                    parts[name].append(values if micro_batches[i] else values[:0])
+            return hidden
+
+        self.model.eval()
+        with torch.no_grad():
+            self.pipeline.forward(len(micro_batches), compute, passes.buffer)
+        found = {}
+        for name in sorted(want):
+            values = torch.cat([torch.empty(0, device=self.device), *parts[name]])
+            if self.pipeline.stages > 1:
+                if not self.pipeline.last:
+                    values = torch.empty(int(lengths.sum()), device=self.device)
+                last = dist.get_global_rank(self.pipeline.group, self.pipeline.stages - 1)
+                dist.broadcast(values, last, group=self.pipeline.group)
+            found[name] = values.to(batch.ragged("response_ids").values.device)
+        back = torch.tensor(order, dtype=torch.int64).argsort().tolist()
+        return {name: Ragged(values, lengths[order]).select(back) for name, values in found.items()}
+
+    def update(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss_fn: LossFn,
+        want: frozenset[str],
+        temperature: float,
+    ) -> UpdateReport:
+        if self.optimizer is None:
+            raise RuntimeError("this engine's model has no trainable parameter")
+        known(want, OUTPUTS)
+        mask, mine = batch.ragged("response_mask"), UpdateReport()
+        tokens = sum(int(mask.select(rows).values.sum()) for rows in micro_batches if rows)
+        passes = _Passes(self, batch, micro_batches)
+
+        def compute(i: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(passes.packed(i), received)
+            if not self.pipeline.last:
+                return hidden
+            outputs = self._outputs(hidden, passes.packed(i), passes.rows(i), want, temperature)
+            if not micro_batches[i]:
+                return 0.0 * torch.stack([x.sum() for x in outputs.values()]).sum()
+            loss, stats = loss_fn(outputs, passes.rows(i))
+            mine.add(stats)
+            return loss
+
+        self.model.train()
+        self.pipeline.train(len(micro_batches), compute, passes.buffer)
+        self.model.eval()
+        self._reduce(self.optimizer.masters)
+
+        report, square_sum, tokens_of_all = UpdateReport(lr=self.optimizer.lr), 0.0, 0
+        square = self._square_sum(self.optimizer.masters)
+        for share in self._of_all(Share({}, 0, square) if self._again else Share(mine.stats, tokens, square)):
+            report.add(share.stats)
+            tokens_of_all += share.tokens
+            square_sum += share.square_sum
+        if tokens_of_all:
+            report.grad_norm, stepped = self.optimizer.step(square_sum)
+            report.skipped = None if stepped else "nonfinite"
+        else:
+            self.optimizer.skip()
+            report.skipped = "empty"
+        return report
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        parts = self._of_all([0.0] * len(values) if self._again else [float(value) for value in values])
+        return [sum(column) for column in zip(*parts, strict=True)]
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = {name: p.detach() for name, p in self.parameters.items()}
+        for unit in self.units:
+            yield from self._whole(unit, tensors, self.dtype, self.device).items()
+
+    def pieces(self) -> Iterator[tuple[str, Tensor, tuple[tuple[int, int], ...]]]:
+        """What of which Hugging Face weight lies on this rank: name, a view of this rank's own parameter, and which
+        range of indices along each dimension of the weight that is."""
+        for name, local in self.held.items():
+            for run in () if local.copy else local.runs:
+                view = self.parameters[name].detach().narrow(local.dim, run.at, run.stop - run.start)
+                box = [(0, n) for n in self.shape.weights[run.weight]]
+                box[local.dim] = run.start, run.stop
+                yield run.weight, view, tuple(box)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As ``TrainEngine.state``; whole tensors on the first rank's CPU and none on the others."""
+        if self.optimizer is None:
+            return {}, {}
+        tensors, facts = self.optimizer.state()
+        mine: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by kind
+        for key, tensor in tensors:
+            kind, _, name = key.partition("/")
+            mine[kind][name] = tensor
+        numbers = {
+            kind: {name: tensor.cpu() for name, tensor in found.items()}
+            for kind, found in mine.items()
+            if any(tensor.shape != self.parameters[name].shape for name, tensor in found.items())
+        }
+        of_stages: list[Any] = [None] * self.pipeline.stages
+        dist.all_gather_object(of_stages, (numbers, list(mine)), group=self.pipeline.group)
+        kept: dict[str, Tensor] = {}
+        for kind in of_stages[0][1]:
+            for unit in self.units:
+                if kind in of_stages[unit.stage][0]:  # a number for each tensor
+                    named = of_stages[unit.stage][0][kind]
+                    whole = {run.weight: named[name] for name, local in unit.ranks[0].items() for run in local.runs}
+                else:
+                    device = next(iter(self.optimizer.masters.values())).device
+                    whole = self._whole(unit, mine[kind], torch.float32, device)
+                if self.first:
+                    kept |= {f"{kind}/{name}": tensor.to("cpu") for name, tensor in whole.items()}
+        return kept, facts
+
+    def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""
+        check_fit(self._whole_shapes(), shards)
+        self._fill(self.parameters, shards)
+        if self.optimizer is None:
+            return
+        by_kind: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if name not in self.shape.weights:
+                raise RunError(f"the optimizer's state has {key!r}, but no such parameter is trained")
+            by_kind[kind][name] = tensor
+        mine = {}
+        for kind, found in by_kind.items():
+            for name, local in self.held.items():
+                ours = [found[run.weight] for run in local.runs if run.weight in found]
+                if not ours:
+                    continue
+                if ours[0].shape == self.shape.weights[local.runs[0].weight]:
+                    mine[f"{kind}/{name}"] = part = torch.zeros(local.shape, dtype=ours[0].dtype)
+                    fill(part, local, found)
+                else:
+                    mine[f"{kind}/{name}"] = ours[0]
+        self.optimizer.restore(mine, facts)
+
+    # -- a pass ----------------------------------------------------------------------------------------------------
+
+    def _hidden(self, packed: Packed, received: Tensor | None) -> Tensor:
+        """``[T, 1, D]`` after this stage's layers, from what the stage before ``received``."""
+        embedded = None
+        if received is None:
+            embedded = self.model.embedding(packed.ids[None], packed.positions[None])
+            if self.padding is not None:  # a word that Hugging Face's embedding doesn't train
+                still = (packed.ids == self.padding)[:, None, None]
+                embedded = torch.where(still, embedded.detach(), embedded)
+        else:
+            self.model.set_input_tensor(received)
+        angles = self.rotary(torch.empty(0, dtype=self.dtype, device=self.device), packed.positions[None])
+        cos, sin = (x[0][:, None] for x in angles)
+        hidden: Tensor = self.model(
+            packed.ids[None],
+            packed.positions[None],
+            None,
+            decoder_input=embedded,
+            packed_seq_params=Rows(packed, cos, sin),
+        )
+        return hidden
+
+    def _outputs(
+        self, hidden: Tensor, packed: Packed, rows: Batch, want: frozenset[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """``[R]`` of the last stage's ``hidden [T, 1, D]``."""
+        targets = packed.own(rows.ragged("response_ids").values.to(self.device))
+        hidden, head = hidden[:, 0][packed.predict.values], self._head
+        options: Any = {"temperature": temperature, "with_entropy": "entropy" in want}
+        if self.tp > 1:
+            group, words = self.mesh.get_group("tp"), self.shape.vocabulary
+            logprobs, entropy = parallel_logprobs(hidden, head, targets, group, words, **options)
+        else:
+            logprobs, entropy = token_logprobs(hidden, head, None, targets, **options)
+        found = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+        return {name: packed.whole(x) for name, x in found.items() if name in want}
+
+    @property
+    def _head(self) -> Tensor:
+        shared = self.shape.tied and self.pipeline.stages == 1
+        return self.parameters["embedding.word_embeddings.weight" if shared else "output_layer.weight"]
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients over all ranks that hold the same parameters; as ``Spread.reduce``."""
+        grads = {name: p.grad for name, p in masters.items() if p.grad is not None}
+        alike = {name: grad for name, grad in grads.items() if not self.held[name].cut}
+        for axis, size, found in (("dp", self.data, grads), ("tp", self.tp, alike)):
+            if size > 1:
+                group = self.mesh.get_group(axis)
+                for work in [dist.all_reduce(grad, group=group, async_op=True) for grad in found.values()]:
+                    work.wait()
+        for name, grad in alike.items():
+            if not name.endswith(PER_HEAD):
+                grad.div_(self.tp)
+        if self.shape.tied and self.pipeline.stages > 1 and (self.pipeline.stage == 0 or self.pipeline.last):
+            name = "embedding.word_embeddings.weight" if self.pipeline.stage == 0 else "output_layer.weight"
+            if name in grads:
+                grads[name] += self.pipeline.swap(grads[name])
+
+    def _square_sum(self, masters: Mapping[str, nn.Parameter]) -> float:
+        """This rank's part of the gradient's squared norm: what n ranks hold counts 1/n on each."""
+        shares = {name: 1 / (self.data * (1 if local.cut else self.tp)) for name, local in self.held.items()}
+        own = [n for n, p in masters.items() if p.grad is not None and not self.held[n].copy]
+        if not own:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm([g for n in own if (g := masters[n].grad) is not None])).double()
+        return norms.square().dot(torch.tensor([shares[n] for n in own], dtype=torch.float64).to(norms.device)).item()
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the mesh's first rank."""
+        return not any(self.mesh.get_coordinate() or ())
+
+    @property
+    def _again(self) -> bool:
+        """Whether another rank computes the same rows and counts them."""
+        return not self.pipeline.last or self.tp_rank > 0 or (self.context is not None and self.context.rank() > 0)
+
+    def _of_all(self, mine: T) -> list[T]:
+        """What each rank of the mesh has, in the same order everywhere."""
+        parts = [mine]
+        for axis in ("tp", "dp", "pp"):
+            group = self.mesh.get_group(axis)
+            found: list[list[T]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(found, parts, group=group)
+            parts = [one for part in found for one in part]
+        return parts
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def _whole_shapes(self) -> dict[str, Tensor]:
+        return {name: torch.empty(shape, device="meta") for name, shape in self.shape.weights.items()}
+
+    def _fill(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
+        for name, local in self.held.items():
+            fill(tensors[name], local, whole)
+
+    def _whole(
+        self, unit: Unit, mine: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The unit's weights from all ranks' tensors (of its stage's ranks ``mine`` has them), on every rank."""
+        here = unit.stage == self.pipeline.stage
+        ranks: list[dict[str, Tensor]] = [{} for _ in unit.ranks]
+        for name, local in unit.ranks[0].items():
+            parts = [mine[name].detach()] if here else []
+            if local.cut and self.tp > 1:
+                stack = torch.empty((self.tp, *local.shape), dtype=dtype, device=device)
+                if here:
+                    dist.all_gather(list(stack.unbind()), parts[0].contiguous(), group=self.mesh.get_group("tp"))
+            else:
+                stack = parts[0][None] if here else torch.empty((1, *local.shape), dtype=dtype, device=device)
+            if self.pipeline.stages > 1:
+                source = dist.get_global_rank(self.pipeline.group, unit.stage)
+                dist.broadcast(stack, source, group=self.pipeline.group)
+            for i, rank in enumerate(ranks):
+                rank[name] = stack[i if len(stack) > 1 else 0]
+        return join(unit, ranks, self.shape.weights)
+
+
+class _Passes:
+    """The micro-batches of one call, packed as they are needed."""
+
+    def __init__(self, engine: MegatronEngine, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> None:
+        self.engine, self.batch, self.micro_batches = engine, batch, micro_batches
+        self._made: dict[int, tuple[Batch, Packed]] = {}
+
+    def rows(self, i: int) -> Batch:
+        return self._of(i)[0]
+
+    def packed(self, i: int) -> Packed:
+        return self._of(i)[1]
+
+    def buffer(self, i: int) -> Tensor:
+        """For hidden states, or their gradients, on their way between stages."""
+        engine = self.engine
+        shape = self.packed(i).ids.shape[0], 1, engine.shape.hidden
+        return torch.empty(shape, dtype=engine.dtype, device=engine.device)
+
+    def _of(self, i: int) -> tuple[Batch, Packed]:
+        if i not in self._made:
+            rows = self.batch.select(self.micro_batches[i]) if self.micro_batches[i] else _padding()
+            groups = rows.tensor("group").tolist() if "group" in rows else None
+            prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
+            packed = pack(prompts, responses, groups).to(self.engine.device)
+            if self.engine.context is not None:
+                packed = Part.of(packed, self.engine.context)
+            self._made[i] = rows, packed
+        return self._made[i]
+
+
+def _padding() -> Batch:
+    """One row, for a rank that has none."""
+    row = Batch(["padding"])
+    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[1]])
+    return row

@@ -1,0 +1,399 @@
+"""Triton kernels of one decode step, and what calls them. Elementwise roundings are those of transformers' modules.
+
+No kernel depends on the number of rows, so none is compiled anew as a batch shrinks. Imported only where there is a
+GPU, or with ``TRITON_INTERPRET=1``, which runs all of them on a CPU.
+
+Keys and values lie where a *table* says, read on the device: a captured graph stays valid when the cache moves. A
+layer's entry is eight int64: the addresses of prompts' keys and values and of responses' keys and values (each
+``[slots, H_kv, length, D]``), the two lengths, and two that pad it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TABLE = 8  # int64 of a layer
+BLOCK = 1024  # logits whose maximum and mass are known
+RUN = 8  # such blocks of one program
+WAYS = 8  # thresholds tried by one pass over the logits
+PROGRAMS = 132 * 8  # of decode attention: what fills a large GPU
+
+
+@triton.jit
+def _unit(x, w, eps, size):
+    """RMS norm along the last axis of ``x`` (float32), rounded as ``w`` is before and after its weight ``w``."""
+    return _round(_round(x * tl.rsqrt(tl.sum(x * x, -1, keep_dims=True) / size + eps), w) * w.to(tl.float32), w)
+
+
+@triton.jit
+def _round(x, like):
+    return x.to(like.dtype).to(tl.float32)
+
+
+@triton.jit
+def _add_norm(x, residual, weight, out, eps, size: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64) * size, tl.arange(0, WIDTH)
+    inside = i < size
+    h = tl.load(residual + row + i, mask=inside, other=0.0)
+    if ADD:
+        h = (h.to(tl.float32) + tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)).to(h.dtype)
+        tl.store(residual + row + i, h, mask=inside)
+    w = tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(out + row + i, _unit(h.to(tl.float32), w, eps, size), mask=inside)
+
+
+def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add ``x [N, D]`` to ``residual [N, D]`` in place; gives the RMS norm of the sum."""
+    out, width = torch.empty_like(residual), residual.shape[1]
+    _add_norm[(residual.shape[0],)](
+        x, residual, weight, out, eps, width, triton.next_power_of_2(width), x is not None, num_warps=8
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate, up, out, size, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    g = tl.load(gate + i, mask=i < size, other=0.0)
+    x = g.to(tl.float32)
+    x = _round(x / (1.0 + tl.exp(-x)), g)
+    tl.store(out + i, x * tl.load(up + i, mask=i < size, other=0.0).to(tl.float32), mask=i < size)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, both ``[N, I]``."""
+    out, size = torch.empty_like(gate), gate.numel()
+    _silu_mul[(triton.cdiv(size, 2048),)](gate, up, out, size, 2048)
+    return out
+
+
+@triton.jit
+def _turned(x, weight, cos, sin, head, half, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of the rotated heads at ``x``, normalised before where the model does that."""
+    at = head[:, None] * D + half[None, :]
+    like = tl.load(x + at, mask=inside, other=0.0)
+    a, b = like.to(tl.float32), tl.load(x + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt((tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)) / D + eps)
+        a = _round(_round(a * r, like) * tl.load(weight + half).to(tl.float32)[None, :], like)
+        b = _round(_round(b * r, like) * tl.load(weight + D // 2 + half).to(tl.float32)[None, :], like)
+    cos_a, sin_a = tl.load(cos + half).to(tl.float32)[None, :], tl.load(sin + half).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + D // 2 + half).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + D // 2 + half).to(tl.float32)[None, :]
+    first = _round(a * cos_a, like) - _round(b * sin_a, like)
+    return first.to(like.dtype), (_round(b * cos_b, like) + _round(a * sin_b, like)).to(like.dtype)
+
+
+@triton.jit
+def _rotate_store(
+    q, k, v, q_weight, k_weight, cos, sin, table, slot, place, eps,
+    H: tl.constexpr, H_KV: tl.constexpr, H_WIDTH: tl.constexpr, KV_WIDTH: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    row, half = tl.program_id(0).to(tl.int64), tl.arange(0, D // 2)
+    cos, sin, q, k, v = cos + row * D, sin + row * D, q + row * H * D, k + row * H_KV * D, v + row * H_KV * D
+    head, kv_head = tl.arange(0, H_WIDTH), tl.arange(0, KV_WIDTH)
+    inside = (head < H)[:, None]
+    a, b = _turned(q, q_weight, cos, sin, head, half, inside, eps, D, NORM)
+    at = head[:, None] * D + half[None, :]
+    tl.store(q + at, a, mask=inside)
+    tl.store(q + at + D // 2, b, mask=inside)
+    mine = tl.load(slot + row)
+    kept = (kv_head < tl.where(mine < 0, 0, H_KV))[:, None]  # below 0: a place that no row has
+    to = (mine * H_KV + kv_head[:, None]) * tl.load(table + 5) * D + tl.load(place + row) * D + half[None, :]
+    keys, values = tl.load(table + 2).to(k.dtype), tl.load(table + 3).to(v.dtype)
+    k_a, k_b = _turned(k, k_weight, cos, sin, kv_head, half, kept, eps, D, NORM)
+    tl.store(keys + to, k_a, mask=kept)
+    tl.store(keys + to + D // 2, k_b, mask=kept)
+    v_at = kv_head[:, None] * D + half[None, :]
+    tl.store(values + to, tl.load(v + v_at, mask=kept), mask=kept)
+    tl.store(values + to + D // 2, tl.load(v + v_at + D // 2, mask=kept), mask=kept)
+
+
+def rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    table: Tensor,
+    slot: Tensor,
+    place: Tensor,
+) -> None:
+    """Rotate ``q [N, H * D]`` in place; put rotated ``k`` and ``v [N, H_kv * D]`` at ``slot [N]``, ``place [N]`` of
+    the responses. ``cos``, ``sin`` ``[N, D]``; ``norms``: weights ``[D]`` for query and key heads. Slot -1: nowhere."""
+    dim = cos.shape[1]
+    heads, kv = q.shape[1] // dim, k.shape[1] // dim
+    q_weight, k_weight = norms or (q, q)
+    _rotate_store[(q.shape[0],)](
+        q, k, v, q_weight, k_weight, cos, sin, table, slot, place, eps, heads, kv,
+        triton.next_power_of_2(heads), triton.next_power_of_2(kv), dim, norms is not None,
+    )  # fmt: skip
+
+
+@triton.jit
+def _over(
+    q, k, v, start, stop, most, mass, acc, scale, D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Go on with an online softmax (base 2) over keys ``start..stop`` of ``k`` and ``v [length, D]``."""
+    d = tl.arange(0, D)
+    for at in range(start, stop, TILE):
+        i = at + tl.arange(0, TILE)
+        seen = i < stop
+        offset = i[:, None] * D + d[None, :]
+        keys = tl.load(tl.multiple_of(k + offset, [16, 16]), mask=seen[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        p, shrink = tl.exp2(scores - higher[:, None]), tl.exp2(most - higher)
+        values = tl.load(tl.multiple_of(v + offset, [16, 16]), mask=seen[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
+        mass, most = mass * shrink + tl.sum(p, 1), higher
+    return most, mass, acc
+
+
+@triton.jit
+def _attend(
+    q, out, parts, heights, table, slot, group, prompt, place, scale,
+    SHARE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, kv, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    mine, before = tl.load(slot + row), tl.load(prompt + row).to(tl.int32)
+    length = tl.where(mine < 0, 0, before + tl.load(place + row).to(tl.int32) + 1)
+    chunk = tl.cdiv(tl.cdiv(length, PARTS), TILE) * TILE
+    start = tl.minimum(part * chunk, length)
+    stop = tl.minimum(start + chunk, length)
+    head, d = tl.arange(0, 16), tl.arange(0, D)  # 16: the least rows of a product
+    at = ((row * H_KV + kv) * SHARE + head)[:, None] * D + d[None, :]
+    queries = tl.load(q + at, mask=(head < SHARE)[:, None], other=0.0)
+    most, mass = tl.full([16], -1e30, tl.float32), tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, D], tl.float32)
+    base = (tl.load(group + row) * H_KV + kv) * tl.load(table + 4) * D
+    k, v = tl.load(table).to(q.dtype) + base, tl.load(table + 1).to(q.dtype) + base
+    most, mass, acc = _over(
+        queries, k, v, tl.minimum(start, before), tl.minimum(stop, before), most, mass, acc, scale, D, TILE, PRECISION
+    )
+    base = (mine * H_KV + kv) * tl.load(table + 5) * D
+    k, v = tl.load(table + 2).to(q.dtype) + base, tl.load(table + 3).to(q.dtype) + base
+    most, mass, acc = _over(
+        queries, k, v, tl.maximum(start - before, 0), tl.maximum(stop - before, 0), most, mass, acc, scale, D, TILE,
+        PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    if PARTS == 1:
+        tl.store(out + at, acc, mask=(head < SHARE)[:, None])
+    else:
+        at = ((row * H_KV + kv) * SHARE + head) * PARTS + part
+        tl.store(parts + at[:, None] * D + d[None, :], acc, mask=(head < SHARE)[:, None])
+        tl.store(heights + at, tl.where(mass > 0, most + tl.log2(mass), -1e30), mask=head < SHARE)
+
+
+@triton.jit
+def _combine(parts, heights, out, D: tl.constexpr, PARTS: tl.constexpr):
+    at, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)  # a head of a row
+    i = at * PARTS + tl.arange(0, PARTS)
+    height = tl.load(heights + i)
+    share = tl.exp2(height - tl.max(height, 0))
+    x = tl.sum(share[:, None] * tl.load(parts + i[:, None] * D + d[None, :]), 0) / tl.sum(share, 0)
+    tl.store(out + at * D + d, x)
+
+
+def parts_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts each row's keys are cut so that few rows keep a whole GPU busy."""
+    return min(16, triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * kv_heads)))
+
+
+def attend(
+    q: Tensor, dim: int, kv_heads: int, table: Tensor, slot: Tensor, group: Tensor, prompt: Tensor, place: Tensor
+) -> Tensor:
+    """Attention of one token per row: ``q [N, H * D]`` -> ``[N, H * D]``. A row sees the first ``prompt [N]`` places
+    of prompt slot ``group [N]`` and places ``0..place [N]`` of response slot ``slot [N]``; slot -1 sees nothing."""
+    rows, heads = q.shape[0], q.shape[1] // dim
+    out, parts = torch.empty_like(q), parts_for(rows, kv_heads)
+    partial = q.new_empty(rows * heads * parts * dim if parts > 1 else 1, dtype=torch.float32)
+    heights = q.new_empty(rows * heads * parts, dtype=torch.float32)
+    exact = q.dtype == torch.float32
+    _attend[(rows, kv_heads, parts)](
+        q, out, partial, heights, table, slot, group, prompt, place, dim**-0.5 * 1.4426950408889634,
+        heads // kv_heads, kv_heads, dim, parts, 32 if exact or dim > 128 else 64, "ieee" if exact else "tf32",
+        num_stages=2 if exact else 3,
+    )  # fmt: skip
+    if parts > 1:
+        _combine[(rows * heads,)](partial, heights, out, dim, parts)
+    return out
+
+
+@triton.jit
+def _mass(x, top, temperature):
+    """exp of tempered logits below their highest; ``top`` -inf (a whole block was cut off) leaves nothing."""
+    return tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / temperature)
+
+
+@triton.jit
+def _blocks(
+    z, least, tops, masses, chosen_by, vocabulary, blocks,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN + tl.arange(0, RUN)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(z + row * vocabulary + i, mask=i < vocabulary, other=float("-inf"))
+    if CUT:
+        x = tl.where(x < tl.load(least + row), float("-inf"), x)
+    top = tl.max(x, 1)
+    mass = tl.sum(_mass(x, top[:, None], tl.load(chosen_by).to(tl.float32)), 1)
+    tl.store(tops + row * blocks + block, top, mask=block < blocks)
+    tl.store(masses + row * blocks + block, mass, mask=block < blocks)
+
+
+@triton.jit
+def _key(x):
+    """int32 of the same order as float32 ``x``; its own inverse as bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _above(
+    z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK: tl.constexpr, WAYS: tl.constexpr, MASS: tl.constexpr
+):
+    """How many of the logits ``z [V]`` lie above each of the keys ``bounds [WAYS]``, or their mass; float64."""
+    acc = tl.zeros([WAYS, BLOCK], tl.float32)
+    lowest = tl.min(bounds, 0)
+    for block in range(0, blocks):
+        if _key(tl.load(tops + block)) > lowest:
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(z + i, mask=i < vocabulary, other=float("-inf"))
+            weight = tl.full([BLOCK], 1.0, tl.float32)
+            if MASS:
+                weight = _mass(x, top, temperature)
+            acc += tl.where(_key(x)[None, :] > bounds[:, None], weight[None, :], 0.0)
+    return tl.sum(acc.to(tl.float64), 1)
+
+
+@triton.jit
+def _search(
+    z,
+    tops,
+    low,
+    high,
+    wanted,
+    top,
+    temperature,
+    vocabulary,
+    blocks,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    MASS: tl.constexpr,
+):
+    """The least key in ``low..high`` above which there is less than ``wanted``; above ``high`` there must be less."""
+    j = tl.arange(0, WAYS).to(tl.int64)
+    while low < high:
+        bounds = low + (high - low) * j // WAYS
+        enough = _above(z, tops, bounds.to(tl.int32), top, temperature, vocabulary, blocks, BLOCK, WAYS, MASS) >= wanted
+        n = tl.sum(enough.to(tl.int64), 0)  # falls with j: the bound sought lies between the n-th and the one before
+        width = high - low
+        high = low + width * n // WAYS
+        low = tl.where(n > 0, low + width * (n - 1) // WAYS + 1, low)
+    return low
+
+
+@triton.jit
+def _least(
+    z, tops, least, chosen_by, vocabulary, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_p, top_k = tl.load(chosen_by).to(tl.float32), tl.load(chosen_by + 1), tl.load(chosen_by + 2)
+    z, tops, b = z + row * vocabulary, tops + row * blocks, tl.arange(0, BLOCKS)
+    top = tl.max(tl.load(tops + b, mask=b < blocks, other=float("-inf")), 0)
+    low, high = tl.full([], -2139095041, tl.int64), _key(top).to(tl.int64)  # from the key of -inf
+    if (top_k > 0) & (top_k < vocabulary):
+        low = _search(z, tops, low, high, top_k, top, temperature, vocabulary, blocks, BLOCK, WAYS, False)
+    if top_p < 1:
+        bounds = tl.zeros([WAYS], tl.int32) + low.to(tl.int32)
+        total = tl.max(_above(z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK, WAYS, True), 0)
+        if (top_k > 0) & (top_k < vocabulary):  # of values that tie at the end, as many as the k have room for
+            count = tl.max(_above(z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK, WAYS, False), 0)
+            total += (top_k - count) * _mass(_value(low.to(tl.int32)), top, temperature)
+        low = _search(z, tops, low, high, top_p * total, top, temperature, vocabulary, blocks, BLOCK, WAYS, True)
+    tl.store(least + row, _value(low.to(tl.int32)))
+
+
+@triton.jit
+def _first(running, weights, mark, i, SIZE: tl.constexpr):
+    """The first index at which the running sum exceeds ``mark`` and the weight isn't 0; the last such at the end."""
+    index = tl.min(tl.where((running > mark) & (weights > 0), i, SIZE), 0)
+    return tl.minimum(index, tl.max(tl.where(weights > 0, i, 0), 0))
+
+
+@triton.jit
+def _draw(
+    z, least, tops, masses, noise, chosen_by, ids, logprobs, vocabulary, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    temperature = tl.load(chosen_by).to(tl.float32)
+    high = tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf"))
+    top = tl.max(high, 0)
+    mass = tl.load(masses + row * blocks + b, mask=b < blocks, other=0.0).to(tl.float64)
+    mass *= _mass(high, top, temperature)
+    total = tl.sum(mass, 0)
+    running = tl.cumsum(mass, 0)
+    mark = tl.load(noise + row) * total
+    if GREEDY:
+        hit = tl.min(tl.where(high == top, b, BLOCKS - 1), 0)
+    else:
+        hit = _first(running, mass, mark, b, BLOCKS)
+    j = tl.arange(0, BLOCK)
+    i = hit * BLOCK + j
+    x = tl.load(z + row * vocabulary + i, mask=i < vocabulary, other=float("-inf"))
+    if CUT:
+        x = tl.where(x < tl.load(least + row), float("-inf"), x)
+    if GREEDY:
+        place = tl.min(tl.where(x == top, j, BLOCK - 1), 0)
+    else:
+        weights = _mass(x, top, temperature).to(tl.float64)
+        inside = tl.sum(tl.where(b == hit, mass, 0.0), 0)
+        share = (mark - tl.sum(tl.where(b == hit, running, 0.0), 0) + inside) / inside
+        place = _first(tl.cumsum(weights, 0), weights, share * tl.sum(weights, 0), j, BLOCK)
+    chosen = tl.sum(tl.where(j == place, x, 0.0), 0)
+    tl.store(ids + row, tl.minimum(hit * BLOCK + place, vocabulary - 1))
+    tl.store(logprobs + row, ((chosen - top) / temperature - tl.log(total)).to(tl.float32))
+
+
+def sample(
+    z: Tensor, noise: Tensor, chosen_by: Tensor, ids: Tensor, logprobs: Tensor, *, greedy: bool, cut: bool
+) -> None:
+    """``sampling.choose`` into ``ids [N]`` (int64) and ``logprobs [N]`` (float32), but ``z [N, V]`` stays as it is.
+
+    ``chosen_by [3]`` (float64) are temperature, ``top_p`` and ``top_k``, the latter two read where ``cut``.
+    """
+    rows, vocabulary = z.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    width = triton.next_power_of_2(blocks)
+    tops, masses = z.new_empty(2, rows, blocks).unbind()
+    least = z.new_empty(rows)
+
+    def measure(cut: bool) -> None:
+        _blocks[(rows, triton.cdiv(blocks, RUN))](
+            z, least, tops, masses, chosen_by, vocabulary, blocks, BLOCK, RUN, cut
+        )
+
+    measure(False)
+    if cut and not greedy:
+        _least[(rows,)](z, tops, least, chosen_by, vocabulary, blocks, width, BLOCK, WAYS, num_warps=8)
+        measure(True)
+    _draw[(rows,)](
+        z, least, tops, masses, noise, chosen_by, ids, logprobs, vocabulary, blocks, width, BLOCK, greedy,
+        cut and not greedy,
+    )  # fmt: skip

@@ -218,7 +218,7 @@ class Bench:
         self.say(f"-- {what}: host", profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=8))
 
     def changes(self, trained: Policy, copied: Policy, engine: FsdpEngine, model: int) -> None:
-        publisher, sampler = self.publisher(trained, copied, incremental="auto")
+        publisher, sampler = self.publisher(trained, copied, incremental=True)
         assert sampler is not None
         sampler.version = self.versions
         share: list[float] = []

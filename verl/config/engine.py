@@ -75,7 +75,8 @@ class HybridConfig(Section):
     reshard_interval: int = Field(1, ge=1, description="laps between publishes; rows are up to N - 1 laps stale")
     incremental: Literal["auto", True, False] = Field(
         "auto", description="send only values that changed, where that is fewer bytes: auto where the old ones are at "
-        "hand to compare with; true: keep a copy of what was sent elsewhere, too; false: never",
+        "hand to compare with and the link isn't one between GPUs of a machine; true: there, too, and elsewhere from a "
+        "copy of what was sent; false: never",
     )  # fmt: skip
     bucket_mib: int = Field(256, ge=1, description="most MiB on their way at once; two such buckets are in memory")
 

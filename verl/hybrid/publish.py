@@ -92,8 +92,8 @@ class Corridor:
         transport: among these ranks.
         bucket: most bytes of a bucket per rank; two are on their way at a time.
         incremental: send only values that changed since the last publish, where that is fewer bytes. ``"auto"``:
-            where what generation holds is at hand to compare with; ``True``: elsewhere, too, from a copy of what was
-            sent; ``False``: never.
+            where what generation holds is at hand to compare with, and not between GPUs of one machine; ``True``:
+            there, too, and elsewhere from a copy of what was sent; ``False``: never.
         checksums: compare what arrived with what was sent; the same on all ranks.
     """
 
@@ -266,6 +266,10 @@ class _Passage:
         parts = (self.target or {}).get(key[0], ())
         return next((part.at(key[1]) for part in parts if part.has(key[1])), None)
 
+    def _link_is_fast(self, target: int) -> bool:
+        """Whether sending all is faster than finding what changed: 7B takes 40 ms beside 152 ms on two H200s."""
+        return self.device.type == "cuda" and self.c.table.nodes[target] == self.c.table.nodes[self.c.rank]
+
     def _find_changes(self) -> None:
         """Of boxes for which it saves bytes: the flat places of values that changed."""
         if self.c.incremental is False or self.base == NEVER:
@@ -275,6 +279,8 @@ class _Passage:
         for move in self.c.outgoing:
             key = move.weight, move.box
             if key in pairs or key in self.changes or move.target in self.c.table.streaming:  # which keeps nothing
+                continue
+            if self.c.incremental == "auto" and self._link_is_fast(move.target):
                 continue
             if (old := self.c.sent.get(key, self._at_hand(key))) is None:
                 continue

@@ -288,4 +288,5 @@ def test_a_lost_group_leaves_its_cluster_to_the_next() -> None:
     """
     with script(body, RAY_ADDRESS="") as process:
         output, errors = process.communicate(timeout=200)
-    assert (output.splitlines(), errors) == (["True True", "False"], "")
+    told = [line for line in output.splitlines() if "raylet" not in line]  # Ray says that a worker died
+    assert (told, errors) == (["True True", "False"], "")

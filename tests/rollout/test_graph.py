@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.rollout.interpreter import DEVICE
+from tests.rollout.interpreter import DEVICE, needs_triton
 from tests.rollout.plain import stand_in
 from tests.rollout.test_native import ask_lengths
 from tests.rollout_contract import PROMPTS, RolloutContract, ask, requests
@@ -97,7 +97,11 @@ def same(got: dict[str, Response], expected: dict[str, Response], loose: float =
 
 
 @pytest.mark.parametrize(
-    ("kind", "interpreted"), [*((kind, False) for kind in [*MODELS, "lora"]), ("qwen2", True), ("qwen3", True)]
+    ("kind", "interpreted"),
+    [
+        *((kind, False) for kind in [*MODELS, "lora"]),
+        *(pytest.param(kind, True, marks=needs_triton) for kind in ("qwen2", "qwen3")),
+    ],
 )
 def test_tokens_are_those_of_the_other_path(kind: str, interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not interpreted:

@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from tests.rollout.interpreter import DEVICE
-from verl.rollout import kernels
+from tests.rollout.interpreter import DEVICE, TRITON, WHY
 from verl.rollout.base import Sampling
 from verl.rollout.sampling import choose, uniforms
+
+if not TRITON:
+    pytest.skip(WHY, allow_module_level=True)
+from verl.rollout import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

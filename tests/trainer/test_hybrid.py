@@ -98,18 +98,18 @@ def test_one_device_keeps_an_older_copy(model: str, tmp_path: Path):
 
 def test_the_next_lap_is_sampled_while_this_one_trains(model: str, tmp_path: Path):
     """``max_staleness: 1``; a run that is stopped and resumed has the numbers of one that goes through."""
-    keys = GRPO | APART | {"max_staleness": 1, "total_steps": 6, "checkpoint": {"every_steps": 3}, "log_level": "DEBUG"}
+    keys = GRPO | APART | {"max_staleness": 1, "total_steps": 4, "checkpoint": {"every_steps": 2}, "log_level": "DEBUG"}
     keys["actor_model_config"] = {"model_name_or_path": runs.deep(tmp_path / "deep"), "dtype": "fp32"}
     through = finished(model, tmp_path / "through", **keys)
-    assert [line["rollout/staleness"] for line in lines(through)] == [0, 1, 1, 0, 1, 1]  # 4: after a save
+    assert [line["rollout/staleness"] for line in lines(through)] == [0, 1, 0, 1]  # 3: after a save
     done = {(ran.name, ran.step): ran for ran in timeline(through)}
-    beside = [done["rollout.generate", step + 1].beside(done["actor.update", step]) for step in (1, 2, 4, 5)]
-    assert sum(beside) >= 3, done
+    beside = [done["rollout.generate", step + 1].beside(done["actor.update", step]) for step in (1, 3)]
+    assert any(beside), done
     cfg = load_config(None, **runs.ppo(model, tmp_path / "again", **keys))
     with Run(cfg, console=False) as run:
         run.prepare()
         run._more = True
-        for _ in range(3):
+        for _ in range(2):
             run.step()
         run._end_save()
     folder = runs.train(cfg, resume=True)

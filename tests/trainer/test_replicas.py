@@ -13,7 +13,7 @@ from tests.trainer.cluster_runs import lines, train
 from tests.trainer.conftest import PROMPTS
 from verl.config.load import load_config
 
-SECONDS = 0.1  # of one pass of the model, however many rows are in it
+SECONDS = 0.05  # of one pass of the model, however many rows are in it
 SLOW = f"""
 import time
 from transformers import LlamaForCausalLM

@@ -18,12 +18,13 @@ from verl.models.decoder import base_model
 from verl.models.policy import Policy
 from verl.rollout.base import Sampling
 from verl.rollout.cache import Cache
-from verl.rollout.kernels import TABLE, add_norm, attend, rotate_store, sample, silu_mul
+from verl.rollout.kernels import add_norm, attend, rotate_store, sample, silu_mul
 from verl.rollout.sampling import uniforms
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 ROPE_TYPES = {"dynamic", "longrope"}  # their angles depend on the longest row of the call
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+TABLE = 8  # int64 of a layer, see kernels.py
 NOBODY = (0, -1, 0, 0, 0, 0, 0)  # the state of a place without a row
 
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TABLE = 8  # int64 of a layer
 BLOCK = 1024  # logits whose maximum and mass are known
 RUN = 8  # such blocks of one program
 WAYS = 8  # thresholds tried by one pass over the logits

@@ -15,27 +15,12 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_model import save_words
 
 from verl.config.load import load_config
 from verl.trainer.base import Run
 
 WORDS = [f"w{i}" for i in range(60)]
-
-
-def make_model(folder: Path, positions: int) -> str:
-    """A Llama of 20,000 parameters that has no end-of-sequence token."""
-    vocabulary = {word: i for i, word in enumerate(["<pad>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def main() -> None:
@@ -51,7 +36,7 @@ def main() -> None:
         data = [{"prompt": " ".join(WORDS[(i + k) % 60] for k in range(args.prompt))} for i in range(args.rows // 8)]
         cfg = load_config(
             None,
-            actor_model_config={"model_name_or_path": make_model(Path(scratch), args.prompt + args.tokens + 8)},
+            actor_model_config={"model_name_or_path": save_words(Path(scratch), WORDS, args.prompt + args.tokens + 8)},
             algorithm={"name": "grpo"}, init_kl_coef=0.01, dataset=data, reward_fn=unlike,
             rollout_batch_size=args.rows, micro_batch_size=32, mini_batch_size=args.rows // 2, group_size=8,
             max_prompt_length=args.prompt + 4, max_response_length=args.tokens, total_steps=args.laps + 1,

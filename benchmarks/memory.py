@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import gc
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -27,10 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 import random_model
+import torch
 from train_mfu import GIB, WANT, loss_of, rows, sync
 
 from verl.config.model import ModelConfig, OptimizerConfig

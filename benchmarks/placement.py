@@ -20,7 +20,6 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -28,20 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import random_model
 import torch
-from transformers import Qwen2ForCausalLM
 
 from verl.config.load import load_config
 from verl.trainer.base import Run
 
 WARM = 2
-
-
-def letters(response: str) -> float:
-    """A reward that differs from row to row."""
-    return len(set(response)) / 100
 
 
 class Told:
@@ -94,12 +86,7 @@ class Bench:
         folder, vocabulary = self.scratch / shape, self.args.vocabulary
         if not folder.exists():
             device, dtype = ("cuda", torch.bfloat16) if self.args.kind == "cuda" else ("cpu", torch.float32)
-            torch.manual_seed(0)
-            with torch.device(device):
-                lm = Qwen2ForCausalLM._from_config(random_model.config(shape, vocabulary), dtype=dtype)
-            lm.save_pretrained(folder)
-            random_model.tokenizer(vocabulary).save_pretrained(folder)
-            del lm
+            random_model.save(folder, shape, device, dtype, vocabulary)
             if device == "cuda":
                 torch.cuda.empty_cache()
         return str(folder)
@@ -109,7 +96,8 @@ class Bench:
         prompts = random_model.prompts(args.rows * 4, args.prompt)
         base = {
             "actor_model_config": {"model_name_or_path": self.model(shape), "optimizer": {"lr": 1e-6}},
-            "dataset": [{"prompt": text} for text in prompts], "reward_fn": letters, "rollout_batch_size": args.rows,
+            "dataset": [{"prompt": text} for text in prompts], "reward_fn": random_model.letters,
+            "rollout_batch_size": args.rows,
             "mini_batch_size": args.rows // 2, "micro_batch_size": args.micro, "max_prompt_length": args.prompt + 4,
             "max_response_length": args.response, "total_steps": laps, "rollout": {"max_rows": args.rows},
             "run_dir": str(self.scratch / name), "metrics": {"tensorboard": False}, "kl_sample_rows": 0,

@@ -15,22 +15,17 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import random_model
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2ForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-import random_model
 
 from verl.batch import Batch, Ragged
 from verl.cluster.group import Context
@@ -98,9 +93,7 @@ class Bench:
     def policies(self, **options: Any) -> tuple[Policy, Policy, FsdpEngine]:
         """What is trained, sharded, and a whole copy of it."""
         args = self.args
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            lm = Qwen2ForCausalLM._from_config(random_model.config(args.shape, args.vocabulary), dtype=torch.bfloat16)
+        lm = random_model.model(args.shape, self.device, torch.bfloat16, args.vocabulary)
         trained = Policy(load_model(ModelConfig(model_name_or_path=lm, **options), self.device, torch.bfloat16))
         copied = copy.deepcopy(trained).requires_grad_(False)
         lr = OptimizerConfig(lr=1e-6 if not options else 1e-4)

@@ -47,16 +47,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import random_model
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from verl.config.model import ModelConfig
 from verl.models.factory import load_model, resolve_dtype
@@ -141,49 +134,25 @@ def vllm(model: str, device: str, dtype: torch.dtype, most: int, longest: int) -
     return run
 
 
-SHAPES = {  # hidden, intermediate, layers, heads, key heads, tied embeddings
-    "toy": (64, 128, 2, 4, 2, True),
-    "1.5b": (1536, 8960, 28, 12, 2, True),
-    "7b": (3584, 18944, 28, 28, 4, False),
-}
 DRAWS = {"plain": {}, "0.8, k 50, p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95}}
 Case = tuple[str, str, Lengths]  # name, of DRAWS, rows
 
 
-def random_model(kind: str, device: str, dtype: torch.dtype) -> Any:
-    hidden, wide, layers, heads, kv_heads, tied = SHAPES[kind]
-    config = Qwen2Config(
-        vocab_size=1000 if kind == "toy" else 151936, hidden_size=hidden, intermediate_size=wide,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
-        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        lm = Qwen2ForCausalLM(config).eval()
-    torch.set_default_dtype(before)
-    return lm
+def vocabulary(kind: str) -> int:
+    return 1000 if kind == "toy" else random_model.VOCABULARY
 
 
 def saved(kind: str, device: str, dtype: torch.dtype) -> str:
-    """A folder with the random model and a byte-level tokenizer of as many tokens."""
+    """A folder with the random model and its tokenizer; made once."""
     folder = Path(tempfile.gettempdir()) / f"verl-random-{kind}-{dtype}"
     if not (folder / "tokenizer.json").exists():
-        lm = random_model(kind, device, dtype)
-        lm.save_pretrained(folder)
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        unused = [f"<unused{i}>" for i in range(lm.config.vocab_size - len(letters))]
-        backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*letters, *unused])}, merges=[]))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=unused[0]).save_pretrained(folder)
+        random_model.save(folder, kind, device, dtype, vocabulary(kind))
     return str(folder)
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
     draw = random.Random(0)
-    size = 1000 if args.random == "toy" else 151936
+    size = vocabulary(args.random)
 
     def asked(rows: int) -> list[Request]:
         prompts = [tuple(draw.randrange(size) for _ in range(args.prompt)) for _ in range(-(-rows // args.samples))]
@@ -239,7 +208,7 @@ def measure(pipe: Connection, name: str, args: argparse.Namespace) -> None:
     longest = args.prompt + max(max(lengths.values()) for _, _, lengths in wanted)
     run: Callable[[str, Lengths], None]
     if name == "native":
-        lm = random_model(args.random, args.device, dtype)
+        lm = random_model.model(args.random, args.device, dtype, vocabulary(args.random))
         lm.set_attn_implementation(ATTENTION)
         run = of_engine(NativeEngine(Policy(lm), frozenset(), max_rows=most))
     elif name == "vllm":
@@ -317,7 +286,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", default="wall", choices=["wall", "processor"])
-    parser.add_argument("--random", choices=list(SHAPES))
+    parser.add_argument("--random", choices=list(random_model.SHAPES))
     parser.add_argument("--engines", nargs="+", default=["native", "vllm", "stock", "generate"])
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)

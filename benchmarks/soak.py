@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_model import save_words
 
 from verl.config.load import load_config
 from verl.trainer.base import Run
@@ -127,21 +126,6 @@ def listening() -> set[int]:
     return found
 
 
-def make_model(folder: Path) -> str:
-    """A Llama of 20,000 parameters."""
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40)
@@ -158,9 +142,10 @@ def main() -> None:
         if not args.ray:  # Ray's sockets need a short path
             os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         data = [{"prompt": f"{WORDS[i % 60]} {WORDS[i * 7 % 60]}"} for i in range(200)]
+        model = save_words(Path(scratch) / "model", WORDS, ends=True)
         cfg = load_config(
             None,
-            actor_model_config={"model_name_or_path": make_model(Path(scratch) / "model"), "dtype": "fp32"},
+            actor_model_config={"model_name_or_path": model, "dtype": "fp32"},
             algorithm={"name": "ppo", "update_epochs": 1}, dataset=data, reward_fn=unlike,
             rollout_batch_size=8, micro_batch_size=4,
             max_prompt_length=8, max_response_length=8, total_steps=10**9, run_dir=f"{scratch}/run",

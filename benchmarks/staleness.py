@@ -16,9 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_model import save_words
 
 WORDS = [f"w{i}" for i in range(60)]
 LENGTH = 12
@@ -28,20 +26,6 @@ COLOURS = ("#1b6ca8", "#c8553d", "#4c9f70", "#7a5195")
 def evens(response: str) -> float:
     """The share of even words."""
     return sum(int(word[1:]) % 2 == 0 for word in response.split() if word[0] == "w") / LENGTH
-
-
-def make_model(folder: Path) -> str:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def train(scratch: Path, model: str, interval: int, seed: int, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -109,7 +93,7 @@ def main() -> None:
     intervals = [int(text) for text in args.intervals.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        model = make_model(scratch / "model")
+        model = save_words(scratch / "model", WORDS, width=48, inner=96, layers=2, heads=4)
         told = {n: [train(scratch, model, n, seed, args) for seed in range(args.seeds)] for n in intervals}
     print(f"{args.seeds} seeds, {args.laps} laps, lr {args.lr:g}")
     print(f"{'lap':>5}" + "".join(f"{f'reward, {n}':>12}{f'KL, {n}':>10}{f'stale, {n}':>11}" for n in intervals))

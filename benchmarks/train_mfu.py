@@ -20,20 +20,16 @@ import argparse
 import contextlib
 import gc
 import statistics
-import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import random_model
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import random_model
 
 from verl.batch import Batch, Ragged
 from verl.config.model import ModelConfig, OptimizerConfig

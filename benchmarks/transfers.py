@@ -17,27 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_model import save_words
 
 from verl.config.load import load_config
 from verl.trainer.base import Run
 
 WORDS = [f"w{i}" for i in range(250)]
-
-
-def make_model(folder: Path, width: int, layers: int, positions: int) -> str:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def unlike(response: str) -> float:
@@ -58,7 +43,10 @@ def main() -> None:
     devices = [f"cpu:{i}" if args.kind == "cpu" else i for i in range(4)]
     told: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model", args.width, args.layers, args.prompt + args.tokens + 8)
+        model = save_words(
+            Path(scratch) / "model", WORDS, args.prompt + args.tokens + 8,
+            width=args.width, inner=3 * args.width, layers=args.layers, heads=4,
+        )  # fmt: skip
         data = [{"prompt": " ".join(WORDS[(i + k) % 250] for k in range(args.prompt))} for i in range(args.rows)]
         for name, hybrid in (("ours", True), ("plain", False)):
             cfg = load_config(

@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import random_model
 
 ROOT = Path(__file__).parent.parent
@@ -28,17 +27,12 @@ GROUP = 8
 WARM = 2
 
 
-def letters(response: str) -> float:
-    """A reward that differs from row to row."""
-    return len(set(response)) / 100
-
-
 def ours(args: argparse.Namespace, model: str, rows: Path, folder: Path) -> dict[str, list[float]]:
     n = args.groups * GROUP
     settings = {
         "actor_model_config": {"model_name_or_path": model, "optimizer": {"lr": 1e-6}} | json.loads(args.model_config),
         "dataset": str(rows),
-        "reward_fn": f"{Path(__file__).stem}:letters",
+        "reward_fn": "random_model:letters",
         "algorithm": {"name": "grpo"},
         "rollout_batch_size": n,
         "group_size": GROUP,

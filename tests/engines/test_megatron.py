@@ -143,17 +143,8 @@ def test_bf16_parameters_train_on_fp32_masters(case):
     assert min(moved) > 0.1, "single steps of 1e-4 are below bf16's last digit of most weights"
 
 
-Saved = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]
-
-
-def saved(case: Case, start: Saved | None = None) -> Saved:
-    """``steps`` more updates, and then everything as a checkpoint would keep it."""
-    e = engine(case)
-    if start is not None:
-        e.restore(*start)
-    for _ in range(case.steps):
-        e.update(rows(), mine(case), loss_fn, BOTH, 0.8)
-    return {name: t.detach().to("cpu", copy=True) for name, t in e.shards()}, *e.state()
+def saved(case: Case, start: spread.Saved | None = None) -> spread.Saved:
+    return spread.saved_by(engine(case), case.steps, mine(case), BOTH, start)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

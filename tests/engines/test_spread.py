@@ -22,6 +22,7 @@ from tests.tiny import f_gpt2, f_llama
 from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
+from verl.engines.base import TrainEngine
 from verl.engines.context_parallel import Part, context_group
 from verl.engines.fsdp import FsdpEngine
 from verl.engines.sharding import Sharding, device_mesh, local
@@ -422,15 +423,18 @@ def test_g23_a_token_budget_cuts_ranks_unlike_and_they_keep_step(alone):
 Saved = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]
 
 
-def saved(case: Case, start: Saved | None = None) -> Saved:
+def saved_by(e: TrainEngine, steps: int, cut: list[list[int]], want: frozenset[str], start: Saved | None) -> Saved:
     """``steps`` more updates, and then everything as a checkpoint would keep it."""
-    e = engine(case)
     if start is not None:
         e.restore(*start)
-    for _ in range(case.steps):
-        e.update(rows(), mine(case), loss_fn, case.want, 0.8)
+    for _ in range(steps):
+        e.update(rows(), cut, loss_fn, want, 0.8)
     shards = {name: t.detach().to("cpu", copy=True) for name, t in e.shards()}
     return shards, *e.state()
+
+
+def saved(case: Case, start: Saved | None = None) -> Saved:
+    return saved_by(engine(case), case.steps, mine(case), case.want, start)
 
 
 DECAYING = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=2)

@@ -11,9 +11,9 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
 pytest.importorskip("triton", reason="needs triton, which comes with torch where there is CUDA")
 
+from tests.rollout import test_native  # noqa: E402
 from tests.rollout.test_graph import MODELS, model_of, same  # noqa: E402
-from tests.rollout.test_native import ask_lengths  # noqa: E402
-from tests.rollout_contract import RolloutContract, ask, collect, requests  # noqa: E402
+from tests.rollout_contract import ask, collect, requests  # noqa: E402
 from tests.tiny import EOS, f_llama  # noqa: E402
 from verl.batch import Ragged  # noqa: E402
 from verl.config.errors import RunError  # noqa: E402
@@ -42,15 +42,9 @@ def captured(engine: NativeEngine) -> int:
     return sum(graph is not None for graph in engine._step.graphs.values())
 
 
-class TestContract(RolloutContract):
+class TestContract(test_native.TestContract):
     def make(self, lm, eos=frozenset({EOS}), max_rows=64, tokenizer=None) -> NativeEngine:
         return engine_of(lm, eos, max_rows, tokenizer)
-
-    def load(self, engine, lm, version) -> None:
-        with torch.no_grad():
-            for mine, new in zip(engine.policy.lm.parameters(), lm.parameters(), strict=True):
-                mine.copy_(new)
-        engine.version = version
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -58,10 +52,10 @@ def test_tokens_are_those_of_the_other_path(kind: str) -> None:
     """Rows of many lengths, more than fit side by side; steps of several sizes, captured and not."""
     lengths = {r: 2 + 7 * i % 40 for i, r in enumerate(requests(samples=9))}
     fused, plain = (engine_of(model_of(MODELS[kind]), frozenset(), 20, kind=k) for k in (NativeEngine, Plain))
-    got = ask_lengths(fused, lengths)
-    same(got, ask_lengths(plain, lengths), 1e-4)
+    got = test_native.ask_lengths(fused, lengths)
+    same(got, test_native.ask_lengths(plain, lengths), 1e-4)
     assert captured(fused) > 2 and plain._step is None
-    same(ask_lengths(fused, lengths), got, 1e-6)  # from graphs alone
+    same(test_native.ask_lengths(fused, lengths), got, 1e-6)  # from graphs alone
 
 
 @pytest.mark.parametrize(
@@ -149,13 +143,13 @@ def test_many_ragged_rows() -> None:
     """No step is wider than asked, none computes rows that ended long ago, each row has its own tokens."""
     lengths = {Request(f"{i}", f"{i}", (3 + i % 29, 3 + i // 29), 0): 1 + 13 * i % 97 for i in range(300)}
     engine = engine_of(f_llama(), frozenset(), 128)
-    got = ask_lengths(engine, lengths)
+    got = test_native.ask_lengths(engine, lengths)
     assert all(len(got[r.row_id].ids) == n for r, n in lengths.items())
     steps = [n - 1 for n in lengths.values()]
     assert engine.counters.decode_rows == sum(steps)
     assert engine.counters.decode_steps < 1.4 * sum(steps) / 128 + 97
     some = dict(list(lengths.items())[:40])
-    for i, row in ask_lengths(engine_of(f_llama(), frozenset(), 128, kind=Plain), some).items():
+    for i, row in test_native.ask_lengths(engine_of(f_llama(), frozenset(), 128, kind=Plain), some).items():
         assert got[i].ids == row.ids
 
 

@@ -20,10 +20,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.rollout import test_native
 from tests.rollout.interpreter import DEVICE, needs_triton
 from tests.rollout.plain import stand_in
-from tests.rollout.test_native import ask_lengths
-from tests.rollout_contract import PROMPTS, RolloutContract, ask, requests
+from tests.rollout_contract import PROMPTS, ask, requests
 from tests.tiny import EOS, f_gpt2, f_llama
 from verl.config.errors import RunError
 from verl.models.packing import ATTENTION
@@ -54,15 +54,9 @@ def engine_of(lm, eos=frozenset({EOS}), max_rows=64, tokenizer=None, fused=True,
 
 
 @pytest.mark.usefixtures("plain")
-class TestContract(RolloutContract):
+class TestContract(test_native.TestContract):
     def make(self, lm, eos=frozenset({EOS}), max_rows=64, tokenizer=None) -> NativeEngine:
         return engine_of(lm, eos, max_rows, tokenizer)
-
-    def load(self, engine: NativeEngine, lm: PreTrainedModel, version: int) -> None:  # type: ignore[override]
-        with torch.no_grad():
-            for mine, new in zip(engine.policy.lm.parameters(), lm.parameters(), strict=True):
-                mine.copy_(new)
-        engine.version = version
 
 
 SMALL = {
@@ -130,8 +124,8 @@ def test_one_prefill_per_prompt_and_ended_rows_leave(cache_tokens: int | None) -
     lengths = {r: 2 + i % 4 for i, r in enumerate(requests(samples=4))}
     gib = None if cache_tokens is None else cache_tokens * 2 * 2 * 2 * 16 * 4 / GIB
     engine = engine_of(copy.deepcopy(lm), eos, 3, gib=gib)
-    got = ask_lengths(engine, lengths)
-    same(got, ask_lengths(engine_of(copy.deepcopy(lm), eos, 3, fused=False), lengths))
+    got = test_native.ask_lengths(engine, lengths)
+    same(got, test_native.ask_lengths(engine_of(copy.deepcopy(lm), eos, 3, fused=False), lengths))
     assert engine.counters.prefills == len(PROMPTS)
     assert engine.counters.decode_rows == sum(n - 1 for n in lengths.values())
     assert engine._step is not None and engine._step.bytes_per_token == 2 * 2 * 2 * 16 * 4

@@ -17,8 +17,8 @@ from verl.engines.context_parallel import Part
 from verl.engines.layers import prepare
 from verl.engines.optim import Optimizer
 from verl.engines.sharding import Sharding, distributed, whole
+from verl.engines.share import in_batch_order, order_of, packed, padding, step, unweighted
 from verl.engines.spread import Spread
-from verl.models.packing import Packed, pack
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import HIDDEN, SharedValue, Value
@@ -89,21 +89,17 @@ class FsdpEngine:
     def forward(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
     ) -> dict[str, Ragged]:
-        order = [row for rows in micro_batches for row in rows]
-        if sorted(order) != list(range(len(batch))):
-            raise ValueError(f"micro-batches hold {len(order)} rows, not each of the batch's {len(batch)} once")
+        order = order_of(batch, micro_batches)
         home = batch.ragged("response_ids").values.device
         parts: dict[str, list[Tensor]] = {name: [] for name in want}
         self.module.eval()
         with torch.no_grad():
             for rows in micro_batches:
-                micro = batch.select(rows) if rows else _padding(batch)
+                micro = batch.select(rows) if rows else padding(batch)
                 for name, values in self._outputs(micro, want, temperature).items():
                     parts[name].append(values.to(home) if rows else values[:0].to(home))
         self.spread.release()
-        lengths = batch.ragged("response_ids").lengths
-        back = torch.tensor(order).argsort().tolist()
-        return {name: Ragged(torch.cat(values), lengths[order]).select(back) for name, values in parts.items()}
+        return {name: in_batch_order(torch.cat(values), batch, order) for name, values in parts.items()}
 
     def update(
         self,
@@ -125,25 +121,12 @@ class FsdpEngine:
                 mine.add(stats)
                 tokens += int(mask.select(rows).values.sum())
             else:
-                outputs = self._outputs(_padding(batch), want, temperature)
-                loss = 0.0 * torch.stack([x.sum() for x in outputs.values()]).sum()
+                loss = unweighted(self._outputs(padding(batch), want, temperature))
             loss.backward()
         self.module.eval()
         self.spread.release()
         self.spread.reduce(self.optimizer.masters)
-
-        report, square_sum, tokens_of_all = UpdateReport(lr=self.optimizer.lr), 0.0, 0
-        for share in self.spread.gather(mine.stats, tokens, self.optimizer.square_sum()):
-            report.add(share.stats)
-            tokens_of_all += share.tokens
-            square_sum += share.square_sum
-        if tokens_of_all:
-            report.grad_norm, stepped = self.optimizer.step(square_sum)
-            report.skipped = None if stepped else "nonfinite"
-        else:
-            self.optimizer.skip()
-            report.skipped = "empty"
-        return report
+        return step(self.optimizer, self.spread.gather(mine.stats, tokens, self.optimizer.square_sum()))
 
     def total(self, values: Sequence[float]) -> list[float]:
         return self.spread.total(values)
@@ -178,25 +161,10 @@ class FsdpEngine:
         if isinstance(self.module, SharedValue) and HIDDEN in rows:
             return self.module(None, None, want, temperature, hidden=rows.ragged(HIDDEN).values.to(device))
         targets = rows.ragged("response_ids").values.to(device)
-        packed = self._pack(rows).to(device)
+        part = packed(rows, ends=self.module.reads_ends).to(device)
         if self.spread.context is not None:
-            packed = Part.of(packed, self.spread.context)
-        return self.module(packed, targets, want, temperature)
-
-    def _pack(self, rows: Batch) -> Packed:
-        groups = rows.tensor("group").tolist() if "group" in rows else None
-        prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
-        return pack(prompts, responses, groups, ends=self.module.reads_ends)
-
-
-def _padding(batch: Batch) -> Batch:
-    """One row of one prompt and one response token, which takes ``batch``'s rows' way through the module."""
-    row = Batch(["padding"])
-    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[1]])
-    if HIDDEN in batch:
-        hidden = batch.ragged(HIDDEN).values
-        row[HIDDEN] = Ragged.from_rows([hidden.new_zeros(1, hidden.shape[1])])
-    return row
+            part = Part.of(part, self.spread.context)
+        return self.module(part, targets, want, temperature)
 
 
 def _matrices(module: Policy | Value | SharedValue | Scorer) -> set[str]:

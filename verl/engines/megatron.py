@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,17 @@ from verl.engines.context_parallel import Part, check_heads
 from verl.engines.megatron_model import Rows, build
 from verl.engines.optim import Optimizer
 from verl.engines.pipeline import Pipeline
-from verl.engines.spread import Share
+from verl.engines.share import Share, in_batch_order, of_all, order_of, packed, padding, step, unweighted
 from verl.engines.vocab_parallel import token_logprobs as parallel_logprobs
 from verl.layout import Layout
 from verl.models.decoder import known
 from verl.models.logprobs import token_logprobs
 from verl.models.megatron_names import Shape, Unit, fill, join
 from verl.models.naming import check_fit
-from verl.models.packing import Packed, pack
+from verl.models.packing import Packed
 from verl.models.policy import Policy
 
-T = TypeVar("T")
+AXES = "tp", "dp", "pp"  # from the innermost on
 OUTPUTS = {"logprobs", "entropy"}
 PER_HEAD = ("q_layernorm.weight", "k_layernorm.weight")  # whole on each rank, which uses them for its own heads
 
@@ -129,10 +129,7 @@ class MegatronEngine:
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], want: frozenset[str], temperature: float
     ) -> dict[str, Ragged]:
         known(want, OUTPUTS)
-        order = [row for rows in micro_batches for row in rows]
-        if sorted(order) != list(range(len(batch))):
-            raise ValueError(f"micro-batches hold {len(order)} rows, not each of the batch's {len(batch)} once")
-        lengths = batch.ragged("response_ids").lengths
+        order = order_of(batch, micro_batches)
         parts: dict[str, list[Tensor]] = {name: [] for name in want}
         passes = _Passes(self, batch, micro_batches)
 
@@ -147,17 +144,16 @@ class MegatronEngine:
         self.model.eval()
         with torch.no_grad():
             self.pipeline.forward(len(micro_batches), compute, passes.buffer)
-        found = {}
+        home, found = batch.ragged("response_ids").values.device, {}
         for name in sorted(want):
             values = torch.cat([torch.empty(0, device=self.device), *parts[name]])
             if self.pipeline.stages > 1:
                 if not self.pipeline.last:
-                    values = torch.empty(int(lengths.sum()), device=self.device)
+                    values = torch.empty(int(batch.ragged("response_ids").lengths.sum()), device=self.device)
                 last = dist.get_global_rank(self.pipeline.group, self.pipeline.stages - 1)
                 dist.broadcast(values, last, group=self.pipeline.group)
-            found[name] = values.to(batch.ragged("response_ids").values.device)
-        back = torch.tensor(order, dtype=torch.int64).argsort().tolist()
-        return {name: Ragged(values, lengths[order]).select(back) for name, values in found.items()}
+            found[name] = in_batch_order(values.to(home), batch, order)
+        return found
 
     def update(
         self,
@@ -180,7 +176,7 @@ class MegatronEngine:
                 return hidden
             outputs = self._outputs(hidden, passes.packed(i), passes.rows(i), want, temperature)
             if not micro_batches[i]:
-                return 0.0 * torch.stack([x.sum() for x in outputs.values()]).sum()
+                return unweighted(outputs)
             loss, stats = loss_fn(outputs, passes.rows(i))
             mine.add(stats)
             return loss
@@ -189,23 +185,12 @@ class MegatronEngine:
         self.pipeline.train(len(micro_batches), compute, passes.buffer)
         self.model.eval()
         self._reduce(self.optimizer.masters)
-
-        report, square_sum, tokens_of_all = UpdateReport(lr=self.optimizer.lr), 0.0, 0
         square = self._square_sum(self.optimizer.masters)
-        for share in self._of_all(Share({}, 0, square) if self._again else Share(mine.stats, tokens, square)):
-            report.add(share.stats)
-            tokens_of_all += share.tokens
-            square_sum += share.square_sum
-        if tokens_of_all:
-            report.grad_norm, stepped = self.optimizer.step(square_sum)
-            report.skipped = None if stepped else "nonfinite"
-        else:
-            self.optimizer.skip()
-            report.skipped = "empty"
-        return report
+        share = Share({}, 0, square) if self._again else Share(mine.stats, tokens, square)
+        return step(self.optimizer, of_all(self.mesh, AXES, share))
 
     def total(self, values: Sequence[float]) -> list[float]:
-        parts = self._of_all([0.0] * len(values) if self._again else [float(value) for value in values])
+        parts = of_all(self.mesh, AXES, [0.0] * len(values) if self._again else [float(value) for value in values])
         return [sum(column) for column in zip(*parts, strict=True)]
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
@@ -360,16 +345,6 @@ class MegatronEngine:
         """Whether another rank computes the same rows and counts them."""
         return not self.pipeline.last or self.tp_rank > 0 or (self.context is not None and self.context.rank() > 0)
 
-    def _of_all(self, mine: T) -> list[T]:
-        """What each rank of the mesh has, in the same order everywhere."""
-        parts = [mine]
-        for axis in ("tp", "dp", "pp"):
-            group = self.mesh.get_group(axis)
-            found: list[list[T]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(found, parts, group=group)
-            parts = [one for part in found for one in part]
-        return parts
-
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def _whole_shapes(self) -> dict[str, Tensor]:
@@ -422,18 +397,9 @@ class _Passes:
 
     def _of(self, i: int) -> tuple[Batch, Packed]:
         if i not in self._made:
-            rows = self.batch.select(self.micro_batches[i]) if self.micro_batches[i] else _padding()
-            groups = rows.tensor("group").tolist() if "group" in rows else None
-            prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
-            packed = pack(prompts, responses, groups).to(self.engine.device)
+            rows = self.batch.select(self.micro_batches[i]) if self.micro_batches[i] else padding(self.batch)
+            part = packed(rows).to(self.engine.device)
             if self.engine.context is not None:
-                packed = Part.of(packed, self.engine.context)
-            self._made[i] = rows, packed
+                part = Part.of(part, self.engine.context)
+            self._made[i] = rows, part
         return self._made[i]
-
-
-def _padding() -> Batch:
-    """One row, for a rank that has none."""
-    row = Batch(["padding"])
-    row["prompt_ids"] = row["response_ids"] = Ragged.from_rows([[1]])
-    return row

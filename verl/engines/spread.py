@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,22 +15,13 @@ from torch.distributed.tensor import DTensor
 from verl.config.errors import RequestError
 from verl.engines.context_parallel import check_heads
 from verl.engines.sharding import Sharding, local, prove, read, shard, units
+from verl.engines.share import Share, of_all
 from verl.engines.tensor_parallel import parallelize
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of an optimizer step: what its loss function counted, tokens in its rows' loss masks, and its
-    part of the gradient's squared norm."""
-
-    stats: Mapping[str, float]
-    tokens: int
-    square_sum: float
 
 
 class Spread:
@@ -134,11 +124,4 @@ class Spread:
 
     def _of_all(self, mine: T) -> list[T]:
         """What each rank of the mesh has, in the same order everywhere."""
-        parts = [mine]
-        for axis in reversed(self._names):
-            assert self.mesh is not None
-            group = self.mesh.get_group(axis)
-            found: list[list[T]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(found, parts, group=group)
-            parts = [one for part in found for one in part]
-        return parts
+        return [mine] if self.mesh is None else of_all(self.mesh, reversed(self._names), mine)

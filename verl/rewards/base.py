@@ -217,7 +217,7 @@ class Rewards:
             reason = f"did not return within {self._timeout:g} s" if score.timed_out else score.failure
             message = (
                 f"reward {label}: row {i} ({row.row_id}) {reason}. "
-                f"Prompt {row.prompt_id}: {_excerpt(row.prompt)}; response: {_excerpt(row.response)}"
+                f"Prompt {row.prompt_id}: {excerpt(row.prompt)}; response: {excerpt(row.response)}"
             )
             if self._failure == "error":
                 error = RewardError(f"{message}. reward_failure: drop or default would go on without it")
@@ -298,5 +298,5 @@ def _joined(parts: Iterable[tuple[int, dict[str, list[float | None]]]]) -> dict[
     return {name: values + [None] * (size - len(values)) for name, values in joined.items()}
 
 
-def _excerpt(text: str) -> str:
+def excerpt(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}...")

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.errors import RequestError, RunError
 from verl.data import chat
 from verl.data.chat import Message
+from verl.rewards.base import excerpt
 from verl.rewards.calls import failed, is_async
 from verl.rewards.functions import imported
 from verl.rollout.base import FinishReason, Request, Response, RolloutEngine, Sampling
@@ -28,7 +29,6 @@ from verl.workers.rollout import Draw, RolloutWorker, Row
 
 ROLES = ("user", "tool", "system")
 THREADS = 32  # plain functions side by side
-_EXCERPT = 120  # characters
 
 
 class Late(RunError):
@@ -169,8 +169,8 @@ class EpisodeWorker(RolloutWorker):
             reason = str(error) if isinstance(error, Late) else f"failed: {what.error}"
             told = RunError(
                 f"environment {self.environment.label}: row {episode.row_id} {reason} in turn {episode.turns}. "
-                f"Prompt {prompt.id}: {_excerpt(prompt.text)}; the policy said: "
-                f"{_excerpt(episode.messages[-1]['content'])}"
+                f"Prompt {prompt.id}: {excerpt(prompt.text)}; the policy said: "
+                f"{excerpt(episode.messages[-1]['content'])}"
             )
             told.add_note(what.trace)
             raise told from error
@@ -281,7 +281,3 @@ def _checked(message: Any) -> Message:
     if not fits:
         raise TypeError(f"a message must have a role ({', '.join(ROLES)}) and its content as text, not {message!r:.80}")
     return dict(message)
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}...")

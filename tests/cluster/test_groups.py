@@ -21,6 +21,7 @@ from tests.cluster.contract import ALONE, TOGETHER, alive, outcomes
 from tests.cluster.objects import Closing, Worker, refuse, worker
 from verl.cluster.group import Inline, Spec, WorkerLost
 from verl.cluster.processes import Processes
+from verl.cluster.serve import told_when_slow
 from verl.config.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,15 @@ def test_an_argument_that_cannot_be_sent_is_named() -> None:
 def test_a_worker_that_is_not_ready_in_time_is_named() -> None:
     with pytest.raises(WorkerLost, match=r"(?m)^worker \d \(role\d on cpu of .*\) was not ready within 3 s"):
         processes(refuse, (5, ValueError, ""), 2, start_timeout=3.0)
+
+
+def test_a_slow_start_tells_where_it_stands(capfd: pytest.CaptureFixture[str]) -> None:
+    with told_when_slow(0.1):
+        time.sleep(0.25)
+    told = capfd.readouterr().err
+    assert told.count("test_a_slow_start_tells_where_it_stands") == 2
+    time.sleep(0.15)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_worker_that_dies_at_its_start(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ import cloudpickle
 from verl.cluster.group import Factory, Place, Spec, WorkerLost
 from verl.cluster.link import Link, Parts, Reply, outcome
 from verl.cluster.nursery import Nursery, Ports
-from verl.cluster.serve import Start
+from verl.cluster.serve import START, Start
 from verl.config.errors import RequestError
 
 GRACE = 5.0  # seconds for the workers to end by themselves
@@ -56,7 +56,7 @@ class Processes:
         logs: Path | None,
         preload: Sequence[str] = (),
         heartbeat: float = 20.0,
-        start_timeout: float = 120.0,
+        start_timeout: float = START,
     ) -> None:
         made = sendable(factory, args)
         self.places: list[Place] = []

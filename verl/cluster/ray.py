@@ -25,7 +25,7 @@ from verl.cluster.group import CALLS, Context, Factory, Peer, Place, Spec, Worke
 from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
 from verl.cluster.processes import sendable
-from verl.cluster.serve import log_to_stderr
+from verl.cluster.serve import START, log_to_stderr, told_when_slow
 from verl.config.errors import RequestError
 
 try:
@@ -41,6 +41,7 @@ except ImportError as lacking:
 log = logging.getLogger(__name__)
 FAREWELL = 3.0  # seconds for the objects' ``close()``, and again for the end of the processes
 CPUS = 0.001  # per worker: Ray counts CPUs and binds nobody to them, so that a machine hosts as many as are asked for
+_GIVEN = 120.0  # seconds for the cluster to reserve the devices and start processes on them
 _BEAT = 0.5  # seconds between two looks at the workers
 _MANY = 100_000  # calls: more than there ever are
 
@@ -57,8 +58,8 @@ class RayGroup:
     machine, for ``worker_<rank>.log``, which get all that the processes print.
 
     Raises what a factory raised; ``RequestError`` for arguments that can't be sent, and for nodes or GPUs that the
-    cluster lacks or doesn't give within ``start_timeout`` seconds. A process that says nothing for ``heartbeat``
-    seconds counts as dead.
+    cluster lacks or doesn't give in two minutes; ``WorkerLost`` for a process that isn't ready within ``start_timeout``
+    seconds. One that says nothing for ``heartbeat`` seconds counts as dead.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RayGroup:
         logs: Path | None,
         address: str | None = None,
         heartbeat: float = 20.0,
-        start_timeout: float = 120.0,
+        start_timeout: float = START,
     ) -> None:
         made = sendable(factory, args)
         self.places: list[Place] = []
@@ -88,7 +89,7 @@ class RayGroup:
         self._ours = _connect(address)
         atexit.register(self.close)
         try:
-            port = self._place(specs, start_timeout)
+            port = self._place(specs, min(start_timeout, _GIVEN))
             self._start(made, port, start_timeout)
             threading.Thread(target=self._watch, daemon=True, name="verl-ray-watch").start()
         except BaseException:
@@ -297,8 +298,9 @@ class _Worker:
             return _Peer(actors[rank], places[rank])
 
         def make() -> None:
-            factory, args = cloudpickle.loads(made)
-            self._object = factory(Context(self._place.rank, len(places), self._device, peer, meet), *args)
+            with told_when_slow():
+                factory, args = cloudpickle.loads(made)
+                self._object = factory(Context(self._place.rank, len(places), self._device, peer, meet), *args)
 
         return await self._answer(self._asks, make)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from verl.cluster.link import BEAT, ERROR, RESULT, Link, Parts, dumps, loads, ou
 
 log = logging.getLogger(__name__)
 FAREWELL = 3.0  # seconds for the object's ``close()``
+START = 600.0  # seconds for a worker to be ready: its imports may come from a network's disk
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -66,6 +67,16 @@ def log_to_stderr() -> None:
         logging.getLogger(name).addHandler(handler)
 
 
+@contextlib.contextmanager
+def told_when_slow(seconds: float = 60.0) -> Iterator[None]:
+    """Whenever it has taken this long again, the process's log gets what each thread is doing."""
+    faulthandler.dump_traceback_later(seconds, repeat=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def serve(parent: int, control: int, peers: dict[int, int]) -> None:
     """The process's whole life. ``control`` and ``peers`` (by rank) are file descriptors of sockets."""
     stay_with(parent)
@@ -95,8 +106,10 @@ class _Worker:
             lost = lambda rank=rank: WorkerLost(f"worker {rank} is gone")  # noqa: E731
             link.open(self._answering(link, threads), lambda link=link, lost=lost: link.fail(lost))  # type: ignore[misc]
         try:
-            factory, args = pickle.loads(start.made)
-            self._object = factory(Context(start.rank, start.size, start.spec.device, self._peer, start.meet), *args)
+            with told_when_slow():
+                factory, args = pickle.loads(start.made)
+                context = Context(start.rank, start.size, start.spec.device, self._peer, start.meet)
+                self._object = factory(context, *args)
             self._made.set()
             self._control.post(RESULT, number, dumps(None))
         except BaseException as error:

@@ -1,8 +1,9 @@
 """Runs a function on several ranks, each a process of its own, over gloo (or NCCL, with a GPU for each rank).
 
 ``run(4, f, x)`` calls ``f(x)`` in four processes that form one process group, and gives their results by rank. ``f`` is
-named by module and name, so it must be a module's own function. The processes stay for the next call (a start costs
-seconds) and end with this one; a rank that raises or hangs ends them all.
+named by module and name, so it must be a module's own function. The processes stay for the next call and end with this
+one; a rank that raises or hangs ends them all. They are forked from one process that has the imports, which take
+seconds; where a fork would lose what it needs (CUDA, frameworks of macOS) each imports by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import importlib
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -20,16 +22,23 @@ from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 TIMEOUT = 100  # seconds of one call
+IMPORTS = ["verl.runtime.host", "verl.engines.megatron", "tests.hybrid.engines"]
 _ranks: list[tuple[BaseProcess, connection.Connection]] = []
 
 
 def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, backend: str = "gloo") -> list[Any]:
     """Results of ``function(*args)`` on each of ``n`` ranks. The first failure's traceback in a ``RuntimeError``."""
     started = []
+    forks = sys.platform == "linux" and not torch.cuda.is_available()
+    context: Any = get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(IMPORTS)
     while len(_ranks) < n:
-        here, there = get_context("spawn").Pipe()
-        process = get_context("spawn").Process(target=_serve, args=(there,), daemon=True)
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there,), daemon=True)
         process.start()
         there.close()
         _ranks.append((process, here))
@@ -61,10 +70,9 @@ def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEO
 
 
 def _serve(pipe: connection.Connection) -> None:
-    import torch
     import torch.distributed as dist
 
-    import verl.engines.fsdp  # noqa: F401 (the seconds of an import, once)
+    import verl.engines.fsdp  # noqa: F401 (where it isn't there yet)
 
     torch.set_num_threads(1)
     pipe.send_bytes(b"ready")

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'verl[megatron]'")
-
 from tests.engines import test_spread as spread
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import ADAM, BOTH, loss_fn, policy

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,15 @@ def test_a_function_of_the_current_directory(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     scores = score("my_own_rewards:score", make_rows(["1"], answer=["abc"]), processes=1)
     assert scores.totals == [2.0] and scores.extra == {"score/n": [3.0]}
+
+
+def test_a_reward_that_is_the_total_travels_once() -> None:
+    values = [i / 7 for i in range(1000)]
+    alone, weighed = (Scores(totals, {"a": list(values)}) for totals in (list(values), [2 * v for v in values]))
+    for scores in (alone, weighed):
+        again = pickle.loads(pickle.dumps(scores))
+        assert again == scores and scores.per_reward["a"] is not scores.totals
+    assert len(pickle.dumps(alone)) < 9_500 < 18_000 < len(pickle.dumps(weighed))
 
 
 def test_merge_keeps_rows_aligned_and_select_orders_them() -> None:

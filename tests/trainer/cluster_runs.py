@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import forks
 from tests.tiny import f_bpe, f_llama, save
 from tests.trainer.conftest import PROMPTS
 from verl.checkpoint.store import CheckpointStore
@@ -34,7 +36,7 @@ CLOCKS = (
     "columns/",
 )  # differ between runs
 TOLERANCE = 1e-5
-MARK = "VERL_TEST_RUN"  # in the environment of all processes of a run
+MARK = forks.MARK  # in the environment of all processes of a run, or open in them
 
 
 def small(folder: Path) -> str:
@@ -153,14 +155,13 @@ def timeline(folder: Path) -> list[Ran]:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes other than this one that were started with the mark in their environment and live."""
+    """Processes other than this one that live and were started, or forked, with the mark in their environment."""
     found = []
-    for place in Path("/proc").iterdir():
-        try:
-            if place.name.isdigit() and f"{MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            started = f"{MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0")
+            if started or any(os.readlink(file) == mark for file in (place / "fd").iterdir()):
                 found.append(int(place.name))
-        except OSError:  # it has ended
-            continue
     return [pid for pid in found if pid != os.getpid()]
 
 

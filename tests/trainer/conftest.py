@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from tests import forks
 from tests.tiny import f_bpe, f_llama, save
 from verl.config.load import load_config
 
@@ -11,6 +15,22 @@ PROMPTS = [
     {"prompt": p, "answer": a}
     for p, a in zip(("xa", "xb", "xc", "ab", "ba", "bc", "ca", "us"), "abcabcab", strict=True)
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Workers start at once."""
+    with forks.warm():
+        yield
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which ``cluster_runs.marked`` finds every process that the test starts."""
+    file = tmp_path / "mark"
+    file.touch()
+    monkeypatch.setenv(forks.MARK, str(file.resolve()))
+    return str(file.resolve())
 
 
 @pytest.fixture(scope="session")

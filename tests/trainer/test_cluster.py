@@ -53,14 +53,6 @@ def shared(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished(model, tmp_path_factory.mktemp("shared"), **SHARED)
 
 
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the environment of every process that the test starts."""
-    value = secrets.token_hex(8)
-    monkeypatch.setenv(MARK, value)
-    return value
-
-
 # -- the numbers of one process --------------------------------------------------------------------------------------
 
 

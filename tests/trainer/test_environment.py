@@ -112,13 +112,14 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(model: str, tmp_path: 
     assert max(row.turns for row in rows) > 1
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rewards = result.collected.scores.totals
-    loss, tokens = torch.zeros(()), sum(sum(told.chosen) for told in shown)
+    sampled = [told.chosen or (True,) * len(told.ids) for told in shown]
+    loss, tokens = torch.zeros(()), sum(map(sum, sampled))
     for i, told in enumerate(shown):
         others = [r for k, r in enumerate(rewards) if k != i]
         advantage = rewards[i] - sum(others) / len(others)
         ids = [*rows[i].draw.prompt.ids, *told.ids]
         logprobs = lm(torch.tensor([ids])).logits[0].log_softmax(-1)
-        for k, chosen in enumerate(told.chosen, start=len(rows[i].draw.prompt.ids)):
+        for k, chosen in enumerate(sampled[i], start=len(rows[i].draw.prompt.ids)):
             if chosen:
                 loss = loss - advantage * logprobs[k - 1, ids[k]] / tokens
     loss.backward()

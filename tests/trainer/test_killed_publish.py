@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.trainer import cluster_runs as runs
 from tests.trainer import killed_publish
-from tests.trainer.cluster_runs import MARK, finished, lines, same_numbers, same_weights
+from tests.trainer.cluster_runs import finished, lines, same_numbers, same_weights
 from tests.trainer.test_hybrid import GRPO, SHARED
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.group import WorkerLost
@@ -26,14 +25,6 @@ LOST = r"worker 1 \(actor\S*.* on cpu:1 of \S+, process {pid}\) .*SIGKILL"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.small(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the environment of every process that the test starts."""
-    value = secrets.token_hex(8)
-    monkeypatch.setenv(MARK, value)
-    return value
 
 
 @pytest.fixture(autouse=True)

@@ -6,25 +6,43 @@ angles that come from outside, and the rows' layout says which keys a query sees
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.megatron_names import Shape
 from verl.models.packing import AttentionOptions, Layout
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """For Megatron's import, which has kernels compiled (the compiler alone takes 2 s to import) and warns of others
+    that aren't installed. None of them is used here."""
+    compiler, torch.compile = torch.compile, lambda f=None, **_: f or (lambda g: g)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.compile = compiler  # type: ignore[assignment]
+
+
+with _plainly():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def build(
@@ -60,6 +78,7 @@ def build(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        cuda_graph_scope=[],  # the default's name is deprecated
         use_cpu_initialization=True,  # that is: wherever torch makes tensors now
         perform_initialization=False,
     )

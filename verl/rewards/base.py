@@ -69,6 +69,11 @@ class Scores:
     def __len__(self) -> int:
         return len(self.totals)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A reward that is the total by itself travels with it: pickles keep one of two lists that are the same."""
+        same = {name: self.totals if values == self.totals else values for name, values in self.per_reward.items()}
+        return self.__dict__ | {"per_reward": same}
+
     @staticmethod
     def merge(parts: Sequence[Scores]) -> Scores:
         """The rows of all parts, in order. A key that a part lacks is None on its rows; counts add."""

@@ -180,9 +180,11 @@ class Host:
             scores = scores.select(sorted(range(len(order)), key=order.__getitem__))
         done = [rows[place] for place in sorted(rows)]
         responses = [row.response for row in done]
+        lengths = [len(r.ids) for r in responses]
+        apart = any(row.mask is not None for row in done)  # the same list twice travels once
         return Sampled(
-            lengths=[len(r.ids) for r in responses],
-            sampled=[len(row.response.ids) if row.mask is None else sum(row.mask) for row in done],
+            lengths=lengths,
+            sampled=[sum(_mask(row)) for row in done] if apart else lengths,
             turns=[row.turns for row in done],
             finish_reasons=[r.finish_reason for r in responses],
             versions=[r.version for r in responses],
@@ -253,7 +255,11 @@ class Host:
         columns = ("response_ids", "sampled_logprobs", "chosen")
         batch = self._shelf(step).batch(rows, columns)
         return [
-            Shown(array("i", ids.tolist()), array("f", logprobs.tolist()), array("b", chosen.tolist()))
+            Shown(
+                array("i", ids.tolist()),
+                array("f", logprobs.tolist()),
+                None if bool(chosen.all()) else tuple(chosen.tolist()),
+            )
             for ids, logprobs, chosen in zip(*(batch.ragged(name).rows() for name in columns), strict=True)
         ]
 

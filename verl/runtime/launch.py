@@ -71,7 +71,13 @@ def launch(
         from verl.cluster.processes import Processes
 
         group = Processes(
-            make_host, (cfg, placement, None), specs, logs=logs, preload=("verl.runtime.host",),
+            make_host, (cfg, placement, None), specs, logs=logs, preload=_imports(cfg),
             heartbeat=cfg.cluster.heartbeat_seconds,
         )  # fmt: skip
     return Crew(group, placement, timeline)
+
+
+def _imports(cfg: RunConfig) -> tuple[str, ...]:
+    """Modules that every host of a machine needs and that take seconds to import."""
+    megatron = cfg.actor_model_config.engine == "megatron"
+    return ("verl.runtime.host", "verl.engines.megatron") if megatron else ("verl.runtime.host",)

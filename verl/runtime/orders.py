@@ -135,7 +135,7 @@ class Shown:
 
     ids: array[int]
     logprobs: array[float]
-    chosen: array[int] = field(default_factory=lambda: array("b"))  # as many as logprobs: 0 where nothing was sampled
+    chosen: tuple[bool, ...] | None = None  # as many as logprobs: False where nothing was sampled; None: all were
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
         return str(tokenizer.decode(self.ids.tolist(), skip_special_tokens=True))

@@ -123,8 +123,15 @@ def test_samples(tmp_path):
     assert first["logprobs"] == {"mean": -1.0, "min": -1.5, "sum": -2.0} and first["rewards"]["style"] is None
     assert (first["step"], first["row_id"], first["version"], first["response_ids"]) == (1, "p1/0", 3, [7, 2])
     assert second["reward"] is None and second["logprobs"] == {}
-    SampleWriter(path, 2, resume_step=0).close()
+    assert first["token_logprobs"] == [-0.5, -1.5] and not {"token_logprobs", "group_rewards"} & second.keys()
+    writer = SampleWriter(path, 2, resume_step=0)
     assert path.read_text() == ""
+    told = {"response_ids": [7, 8, 9, 2], "logprobs": [-0.123456, -1e-9], "chosen": [1, 0, 0, 1]}
+    writer.write_samples(1, [sample(**told, group_rewards=[1.0, None])])
+    writer.close()
+    row = json.loads(path.read_text())
+    assert row["token_logprobs"] == [-0.1235, None, None, 0.0] and "-0.0]" not in path.read_text()
+    assert row["group_rewards"] == [1.0, None] and row["response_mask"] == [1, 0, 0, 1]
 
 
 # -- console

@@ -90,6 +90,10 @@ def test_numbers_are_those_of_the_policys_tokens(model: str, tmp_path: Path):
         assert [s["logprobs"]["sum"] / n for s, n in zip(mine, sampled, strict=True)] == pytest.approx(
             [s["logprobs"]["mean"] for s in mine]
         )
+        for s, mask in zip(mine, masks, strict=True):
+            assert [logprob is not None for logprob in s["token_logprobs"]] == [bool(here) for here in mask]
+            assert sum(p for p in s["token_logprobs"] if p is not None) == pytest.approx(s["logprobs"]["sum"], abs=3e-3)
+            assert s["group_rewards"] == [other["reward"] for other in mine]
         assert line["rollout/logprob_diff_max"] < 1e-4 and line["policy/bad_steps"] == 0
         assert line["policy/ratio_max"] == 1.0
     assert told[0]["kl/mean"] == pytest.approx(0, abs=1e-6) and told[1]["kl/mean"] > 0

@@ -88,6 +88,24 @@ def plan(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=2, help="rows of a lap, at least")] = 32,
+) -> None:
+    """Whether what must hold in every run holds with the model, data and machine of CONFIG. Three short runs."""
+    from functools import partial
+
+    from verl.config.load import load_config
+
+    load = partial(load_config, config, overrides or [])
+    load()
+    from verl.cli.check import check as run
+
+    raise typer.Exit(run(load, rows))
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="checkpoints/step_N, or a run directory for its latest")],
     out: Annotated[Path, typer.Argument(help="folder to write")],
@@ -113,6 +131,20 @@ def stats(
     from verl.cli.stats import stats as run
 
     run(data, model)
+
+
+@app.command()
+def view(
+    run: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 7070,
+    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's have no password")] = (
+        "127.0.0.1"
+    ),
+) -> None:
+    """A page that shows RUN's samples token by token, beside its curves, while the run goes on."""
+    from verl.cli.view import view as serve
+
+    serve(run, host, port)
 
 
 @app.command()

@@ -223,9 +223,13 @@ two equal. Every sink shows the same names.
   is absent then. NaN and infinities are never written: `not_finite` counts them. A mean is
   over the rows that have a value; `<name>/count` beside it says how many.
   After a resume at step k the lines of later steps are cut off.
-- `samples.jsonl`: a few rows of each step with text, token ids, rewards and log-probabilities; of an episode also
-  `response_mask`, 1 for each id that the policy sampled. Like `metrics.jsonl`, it is whole up to
+- `samples.jsonl`: four rows of each step, evenly spaced, one object each: `step`, `row_id` (prompt, draw and answer:
+  `269@0/3`), `prompt`, `response`, `response_ids`, `finish_reason`, `version` of the policy, `reward`, `rewards` by
+  part; `group_rewards`, those of all answers to the prompt, where there are several; `logprobs`, the sampler's, as
+  mean, smallest and sum; `token_logprobs`, one for each id, to four decimals. Of an episode also `response_mask`,
+  1 for each id that the policy sampled; for others `token_logprobs` has null. Like `metrics.jsonl`, it is whole up to
   its last line at every moment and can be read while the run goes on.
+- `verl view RUN`: a page that shows those rows token by token, see [below](#looking-at-a-run).
 - The terminal: a table of the last steps, or one line per step where the output is no terminal.
 - `tensorboard/`: the same names as scalars, samples as text. `metrics: {tensorboard: false}` turns it off.
 - Prometheus: `metrics: {prometheus_port: 9400}` serves `http://127.0.0.1:9400/metrics`, on this machine only, so a
@@ -245,6 +249,24 @@ two equal. Every sink shows the same names.
   limits are constants of `verl/metrics/health.py`.
 - `metrics: {max_bad_steps: 5}`: after so many skipped optimizer steps in a row the run stops (exit status 1). The
   step's rows are then in `bad_rows.jsonl`; checkpoints stay as they were.
+
+## Looking at a run
+
+`verl view runs/default` serves a page at `http://127.0.0.1:7070/`, also while the run goes on, until Ctrl-C ends it
+with status 0. It reads the run folder and changes nothing there, starts in a second, and loads no model, only the
+tokenizer.
+
+- Each token is coloured by the probability it was sampled with; what a tool or an environment wrote is hatched. A click
+  tells a token's id, text and numbers, and buttons lead to the least likely ones.
+- The list sorts by reward, length or likelihood, and filters by step, finish reason and text in prompt or response.
+  "Rows of this prompt in all steps" follows one prompt through the run. `j` and `k` go from row to row.
+- The curves mark the chosen row's step and show held-out values as dots; a click on one lists that step's rows. Runs on
+  pairs, labels or chats sample nothing and have curves only.
+- `--port 0` takes any free port. On another machine: `ssh -L 7070:127.0.0.1:7070 that-machine`. `--host 0.0.0.0` lets
+  others in, without a password; names other than the machine's own are refused, so open it by address.
+- Lines that can't be read are named and left out. Runs of earlier versions have no `token_logprobs`, so no colours.
+
+## The table
 
 Means over a lap: `policy/*` and `critic/*` are means over its optimizer steps unless the table says otherwise. "In all"
 means since the run began.""".splitlines()

@@ -29,7 +29,7 @@ class Sink(Protocol):
 class Sample:
     """One row for people to read. ``logprobs`` are the sampler's, one per id of ``response_ids`` that it sampled.
 
-    ``chosen``: which ids these are, 1 or 0; None: all.
+    ``chosen``: which ids these are, 1 or 0; None: all. ``group_rewards``: of all answers to the prompt, this one's too.
     """
 
     row_id: str
@@ -42,6 +42,7 @@ class Sample:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     version: int = 0
     chosen: Sequence[int] | None = None
+    group_rewards: Sequence[float | None] = ()
 
 
 class SampleSink(Protocol):

@@ -94,7 +94,10 @@ class JsonlSink:
 
 
 class SampleWriter:
-    """``samples.jsonl``: the first ``per_step`` samples of each step, log-probabilities as mean, smallest and sum."""
+    """``samples.jsonl``: the first ``per_step`` samples of each step.
+
+    Log-probabilities as mean, smallest and sum, and one per id in ``token_logprobs``: null where nothing was sampled.
+    """
 
     def __init__(self, path: Path, per_step: int, resume_step: int | None = None) -> None:
         self._lines, self._per_step = JsonLines(path, resume_step), per_step
@@ -113,17 +116,25 @@ class SampleWriter:
                     "prompt": s.prompt,
                     "response": s.response,
                     "response_ids": list(s.response_ids),
-                    **({} if s.chosen is None else {"response_mask": list(s.chosen)}),
+                    **({} if s.chosen is None else {"response_mask": list(map(int, s.chosen))}),
                     "finish_reason": s.finish_reason,
                     "reward": s.reward,
                     "rewards": dict(s.rewards),
+                    **({"group_rewards": list(s.group_rewards)} if len(s.group_rewards) > 1 else {}),
                     "logprobs": summary,
+                    **({"token_logprobs": _per_token(s)} if s.logprobs else {}),
                     "version": s.version,
                 }
             )
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _per_token(sample: Sample) -> list[float | None]:
+    logprobs = iter(sample.logprobs)
+    chosen = [True] * len(sample.response_ids) if sample.chosen is None else sample.chosen
+    return [round(next(logprobs), 4) + 0.0 if here else None for here in chosen]  # + 0.0: -0.0 is 0
 
 
 # heading, metric, format

@@ -595,6 +595,9 @@ def _question(prompt: Prompt) -> str:
 def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Rows for ``samples.jsonl``: evenly spaced over the lap."""
     scores = collected.scores
+    groups: dict[int, list[float | None]] = {}
+    for row, total in zip(collected.rows, scores.totals, strict=True):
+        groups.setdefault(row.draw.number, []).append(total)
     return [
         Sample(
             row_id=row.id,
@@ -607,6 +610,7 @@ def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[S
             reward=scores.totals[i],
             rewards={name: values[i] for name, values in (scores.per_reward | scores.extra).items()},
             version=row.version,
+            group_rewards=groups[row.draw.number],
         )
         for i, told in collected.shown.items()
         for row in [collected.rows[i]]

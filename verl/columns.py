@@ -30,6 +30,13 @@ COLUMNS: dict[str, Column] = {
             "response_mask", "bool", "BR", "rollout.generate", "True on tokens the policy chose, False on tool tokens"
         ),
         Column(
+            "chosen",
+            "bool",
+            "BR",
+            "rollout.generate",
+            "with mask_truncated: the mask before rows left it",
+        ),
+        Column(
             "sampled_logprobs",
             "float32",
             "BR",

@@ -15,9 +15,10 @@ from verl.batch import Batch
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.errors import ConfigError, RunError
 from verl.config.load import dump, load_config
+from verl.config.model import OptimizerConfig
 from verl.config.recipes import RECIPES
 from verl.trainer.base import Run
-from verl.workers.actor import parts_of
+from verl.workers.actor import ActorWorker, parts_of
 
 PAIRS = [
     ("xa", "ab", "c"),
@@ -239,6 +240,28 @@ def test_overlong_rows_pay_and_truncated_rows_leave_the_loss(make):
     assert masked["policy/rows_trained"] == round(16 * (1 - masked["response/truncated"]))
 
 
+def test_the_kl_of_rows_out_of_the_loss_stays_in_their_group_s_mean(make, monkeypatch):
+    """Else the rows that ended would be pushed down by their whole KL."""
+    seen, estimate = [], ActorWorker.advantages
+
+    def spied(self, batch, lap):
+        estimate(self, batch, lap)
+        seen.append(batch)
+
+    monkeypatch.setattr(ActorWorker, "advantages", spied)
+    actor = make("rloo").actor_model_config.model_copy(update={"optimizer": OptimizerConfig(lr=1e-2)})
+    run(make("rloo", actor_model_config=actor, algorithm={"mask_truncated": True}, init_kl_coef=1.0, seed=4))
+    rows = zip(*(seen[1].ragged(name).rows() for name in ("old_logprobs", "ref_logprobs", "advantages")), strict=True)
+    rows, scores, groups = list(rows), seen[1].tensor("scores").tolist(), seen[1].tensor("group").tolist()
+    totals = [score - (old - ref).sum().item() for score, (old, ref, _) in zip(scores, rows, strict=True)]
+    ended = [i for i, mask in enumerate(seen[1].ragged("response_mask").rows()) if mask.any()]
+    assert 0 < len(ended) < 16 and max(abs(t - s) for t, s in zip(totals, scores, strict=True)) > 0.1
+    for i, (_, _, advantages) in enumerate(rows):
+        others = [totals[k] for k in range(16) if groups[k] == groups[i] and k != i]
+        expected = totals[i] - sum(others) / len(others) if i in ended else 0.0
+        assert advantages.tolist() == pytest.approx([expected] * len(advantages), abs=1e-5)
+
+
 @pytest.mark.parametrize("correction", ["tis", "tis_sequence", "icepop", "reject"])
 def test_correction_changes_nothing_where_sampler_and_trainer_agree(make, correction):
     plain = run(make("grpo", "plain"))
@@ -264,6 +287,7 @@ def test_online_dpo_leaves_masked_rows_out_of_its_pairs(make):
     [
         ("distill", {"kl_in": "reward"}, "kl_in is reward, but distill reads no sum of rewards"),
         ("pass_k", {"kl_in": "reward"}, "kl_in is reward, but pass_k"),
+        ("dapo", {"kl_in": "reward"}, "kl_in is reward with algorithm.scale std"),
         ("gdpo", {"overlong_share": 0.5}, "overlong_share is 0.5, but gdpo"),
         ("gdpo", {"dynamic_sampling": True}, "dynamic_sampling is true, but gdpo"),
         ("distill", {"overlong_share": 0.5}, "overlong_share is 0.5, but distill"),

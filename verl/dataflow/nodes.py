@@ -137,7 +137,8 @@ class Actor(Node):
 
     def _ops(self) -> Iterator[Op]:
         yield Op(self, "logprobs", reads=ROWS, uses=("response_mask", "sampled_logprobs"), writes=("old_logprobs",))
-        shaped_by = ("values", "old_logprobs", "sampled_logprobs", "ref_logprobs", "greedy_scores", "token_rewards")
+        shaped_by = ("values", "old_logprobs", "sampled_logprobs", "ref_logprobs", "greedy_scores", "token_rewards",
+                     "chosen")  # fmt: skip
         yield Op(
             self, "advantages", reads=("scores", "response_mask", "group"), uses=shaped_by,
             writes=("advantages", "returns"), seats="one", keeps=("reward_parts", "covariance_tokens"),

@@ -294,13 +294,14 @@ class Sampler:
             ESTIMATORS[recipe.advantage]
         ).parameters  # fmt: skip
         named = collected.scores.per_reward if by_parts else {}
+        more = ("chosen",) if self.cfg.algorithm.mask_truncated else ()
 
         def accept(places: list[int]) -> Accept:
             return Accept(
                 step, compact([rows[i].place for i in places]), compact(places),
                 array("d", [totals[i] for i in places]), [kept[i] for i in places],
                 [by_draw[rows[i].draw.number] for i in places] if greedy is not None else None,
-                [{name: v[i] for name, v in named.items()} for i in places] if named else None,
+                [{name: v[i] for name, v in named.items()} for i in places] if named else None, more,
             )  # fmt: skip
 
         by_host = _by_host(row.host for row in rows)
@@ -308,7 +309,7 @@ class Sampler:
             by_host.setdefault(host, [])
         await self.crew.each("accept", {host: (accept(places),) for host, places in by_host.items()})
         columns = ["prompt_ids", "group", "response_ids", "response_mask", "sampled_logprobs", "finish_reason"]
-        columns += ["version", "scores"]
+        columns += ["version", "scores", *more]
         columns += ["greedy_scores"] * (greedy is not None) + ["reward_parts"] * bool(named)
         return Lot(
             prompt_lengths=[len(row.draw.prompt.ids) for row in rows],

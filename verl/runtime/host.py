@@ -240,7 +240,7 @@ class Host:
         batch["response_ids"] = responses
         kept = torch.tensor(accept.kept).repeat_interleave(responses.lengths)
         batch["response_mask"] = responses.with_values(pool.ragged("chosen").values & kept)
-        for name in ("sampled_logprobs", "finish_reason", "version"):
+        for name in ("sampled_logprobs", "finish_reason", "version", *accept.more):
             batch[name] = pool[name]
         batch["scores"] = torch.tensor(accept.scores, dtype=torch.float64)
         if accept.greedy is not None:

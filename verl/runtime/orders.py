@@ -127,6 +127,7 @@ class Accept:
     kept: list[bool]  # False: in no loss and no statistics
     greedy: list[float] | None = None  # of the prompt's greedy answer
     parts: list[dict[str, float | None]] | None = None  # each reward by itself
+    more: tuple[str, ...] = ()  # columns of the pool that the lap has, too
 
 
 @dataclass(frozen=True)

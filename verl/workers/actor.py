@@ -13,7 +13,7 @@ from verl.algorithms.correction import correction_weights, effective_share
 from verl.algorithms.kl import kl_estimate
 from verl.algorithms.named import call
 from verl.algorithms.policy import POLICY_LOSSES, covariance_tokens
-from verl.algorithms.reduce import masked_whiten, reduce_loss, row_counts, row_sums
+from verl.algorithms.reduce import masked_whiten, reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
 from verl.engines.base import LossFn, TrainEngine
@@ -47,8 +47,9 @@ class ActorWorker:
         mask, row, n = column.values, column.row_index, len(batch)
         scores, rewards = batch.tensor("scores"), torch.zeros(len(mask))
         if algorithm.kl_in == "reward" and lap.kl_coef:
-            rewards = subtract_kl(rewards, self._old(batch).values, _values(batch, "ref_logprobs"), mask, lap.kl_coef)
-            scores = scores + row_sums(rewards.double(), mask, row, n)
+            chosen = _values(batch, "chosen") if "chosen" in batch else mask  # of rows out of the loss, too
+            rewards = subtract_kl(rewards, self._old(batch).values, _values(batch, "ref_logprobs"), chosen, lap.kl_coef)
+            scores, rewards = scores + row_sums(rewards.double(), chosen, row, n), select(rewards, mask)
         facts: dict[str, Any] = self._numbers() | {
             "scores": scores,
             "rewards": rewards + place_scores(batch.tensor("scores"), mask, row, n),

@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import f_gpt2, f_llama
 from verl.batch import Ragged
-from verl.models.packing import ATTENTION, AttentionOptions, common_prefix, masked_attention, pack
+from verl.models.packing import ATTENTION, AttentionOptions, common_prefix, masked_attention, pack, read
 from verl.models.policy import Policy
 
 
@@ -136,3 +136,27 @@ def test_attention_equals_the_slow_and_obvious_one(softcap, window, kv_heads):
     theirs = torch.autograd.grad((slow * weights).sum(), (q, k, v))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_on_several_threads_are_the_same_each_time():
+    """Of what is read in many places; indexing adds those up in another order each time."""
+    generator = torch.Generator().manual_seed(0)
+    said = [torch.randint(3, 32, (40,), generator=generator).tolist() for _ in range(16)]
+    packed = pack(ragged(*[list(range(64))] * 16), ragged(*said), [0] * 16)
+    x = torch.randn(3, len(packed), 3, 64, generator=generator)
+    weight = torch.randn(len(packed.predict.values), 3, 64, generator=generator)
+
+    def gradients():
+        q, k, v = (each.clone().requires_grad_() for each in x)
+        out = read(packed.attend(0, q, k, v, AttentionOptions()), packed.predict.values)
+        (out * weight).sum().backward()
+        return q.grad, k.grad, v.grad
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradients()
+        for _ in range(10):
+            assert all(map(torch.equal, first, gradients()))
+    finally:
+        torch.set_num_threads(threads)

@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 
 from verl.cluster.group import CALLS, Context, Factory, Peer, Place, Spec, WorkerLost, portable
+from verl.cluster.imports import quick_imports
 from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
 from verl.cluster.processes import sendable
@@ -298,7 +299,7 @@ class _Worker:
             return _Peer(actors[rank], places[rank])
 
         def make() -> None:
-            with told_when_slow():
+            with told_when_slow(), quick_imports():
                 factory, args = cloudpickle.loads(made)
                 self._object = factory(Context(self._place.rank, len(places), self._device, peer, meet), *args)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.cluster.group import CALLS, Context, Peer, Place, Spec, WorkerLost, portable
+from verl.cluster.imports import quick_imports
 from verl.cluster.link import BEAT, ERROR, RESULT, Link, Parts, dumps, loads, outcome
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class _Worker:
             lost = lambda rank=rank: WorkerLost(f"worker {rank} is gone")  # noqa: E731
             link.open(self._answering(link, threads), lambda link=link, lost=lost: link.fail(lost))  # type: ignore[misc]
         try:
-            with told_when_slow():
+            with told_when_slow(), quick_imports():
                 factory, args = pickle.loads(start.made)
                 context = Context(start.rank, start.size, start.spec.device, self._peer, start.meet)
                 self._object = factory(context, *args)

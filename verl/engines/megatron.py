@@ -31,7 +31,7 @@ from verl.models.decoder import known
 from verl.models.logprobs import token_logprobs
 from verl.models.megatron_names import Shape, Unit, fill, join
 from verl.models.naming import check_fit
-from verl.models.packing import Packed
+from verl.models.packing import Packed, read
 from verl.models.policy import Policy
 
 AXES = "tp", "dp", "pp"  # from the innermost on
@@ -290,7 +290,7 @@ class MegatronEngine:
     ) -> dict[str, Tensor]:
         """``[R]`` of the last stage's ``hidden [T, 1, D]``."""
         targets = packed.own(rows.ragged("response_ids").values.to(self.device))
-        hidden, head = hidden[:, 0][packed.predict.values], self._head
+        hidden, head = read(hidden[:, 0], packed.predict.values), self._head
         options: Any = {"temperature": temperature, "with_entropy": "entropy" in want}
         if self.tp > 1:
             group, words = self.mesh.get_group("tp"), self.shape.vocabulary

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -99,21 +99,28 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Att
 
 
 class _Read(torch.autograd.Function):
-    """``x [T, H, D]``, ``index [K]`` -> ``x[index]``. The gradients of a position that is read often (a prompt's) add
-    up in float32, without the sort by which indexing's own backward finds them."""
+    """``x [T, H, D]``, ``index [...]`` -> ``x[index]``. The gradients of a position that is read often (a prompt's) add
+    up in float32 at least: on a GPU without the sort by which indexing's own backward finds them, on a CPU in one order
+    whatever the number of threads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.positions = x.shape[0]
-        return x.index_select(0, index)
+        return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        total = torch.zeros(ctx.positions, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+        wide, shape = torch.promote_types(grad.dtype, torch.float32), (ctx.positions, *grad.shape[index.dim() :])
+        total = torch.zeros(shape, dtype=wide, device=grad.device)
+        return total.index_add_(0, index.flatten(), grad.to(wide).flatten(0, index.dim() - 1)).to(grad.dtype), None
+
+
+def read(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]``, whose gradient is the same to the last bit each time: indexing's own isn't on several threads."""
+    return x[index] if x.is_cuda else cast(Tensor, _Read.apply(x, index))
 
 
 @dataclass
@@ -161,11 +168,12 @@ class Packed:
         parts = []
         for b in self._buckets:
             mask = b.mask if options.window is None else b.mask & (b.distance < options.window)
-            part = masked_attention(
-                q[b.q_index].transpose(1, 2), k[b.k_index].transpose(1, 2), v[b.k_index].transpose(1, 2), mask, options
+            mine, keys, values = (
+                _Read.apply(x, index).transpose(1, 2) for x, index in ((q, b.q_index), (k, b.k_index), (v, b.k_index))
             )
+            part = masked_attention(mine, keys, values, mask, options)
             parts.append(part.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts)[self._place]
+        return cast(Tensor, _Read.apply(torch.cat(parts), self._place))
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

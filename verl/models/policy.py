@@ -12,7 +12,7 @@ from verl.config.errors import RequestError
 from verl.models.adapters import keep_copy, starts_at_base
 from verl.models.decoder import Decoder, adapted, base_model, known
 from verl.models.logprobs import head_logits, token_logprobs
-from verl.models.packing import Packed
+from verl.models.packing import Packed, read
 
 REFERENCE = "reference"  # the kept copy of the adapter that training started from
 
@@ -104,7 +104,7 @@ class Policy(Decoder):
         states ``[R, D]`` that they come from.
         """
         known(want, {"hidden"} if "hidden" in want else {"logprobs", "entropy"})
-        hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
+        hidden = read(self.hidden(packed.ids, packed.positions, packed), packed.predict.values)
         if "hidden" in want:
             return {"hidden": packed.whole(hidden)}
         logprobs, entropy = token_logprobs(

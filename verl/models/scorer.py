@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from verl.config.errors import RequestError
 from verl.models.decoder import Decoder, base_model, known
-from verl.models.packing import Packed
+from verl.models.packing import Packed, read
 
 ROWS = "pairs"
 HEAD = "score"  # transformers' name of a decoder's classification head; peft trains it whole beside adapters
@@ -85,6 +85,6 @@ class Scorer(Decoder):
         """
         del targets, temperature
         known(want, {"scores"})
-        hidden = self.hidden(packed.ids, packed.positions, packed)[packed.predict.values]
+        hidden = read(self.hidden(packed.ids, packed.positions, packed), packed.predict.values)
         bias = None if self.head.bias is None else self.head.bias.float()
         return {"scores": packed.whole(nn.functional.linear(hidden.float(), self.head.weight.float(), bias)[:, 0])}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from verl.models.decoder import base_model, known, without_dropout
 from verl.models.naming import copy_by_name
-from verl.models.packing import Packed, last_hidden
+from verl.models.packing import Packed, last_hidden, read
 from verl.models.policy import Policy
 from verl.models.unread import take
 
@@ -82,7 +82,7 @@ class Value(_Valuing):
         del targets, temperature
         known(want, {"values"})
         hidden = last_hidden(self.backbone, packed.ids, packed.positions, packed)
-        return {"values": packed.whole(self.value_head(hidden[packed.predict.values]))}
+        return {"values": packed.whole(self.value_head(read(hidden, packed.predict.values)))}
 
 
 class SharedValue(_Valuing):

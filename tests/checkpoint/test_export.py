@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +118,14 @@ def test_output_folder(tmp_path):
         with pytest.raises(RequestError, match="exists and isn't empty"):
             export(folder, taken)
     assert (export(folder, tmp_path / "a" / "b") / "config.json").exists()
+
+
+@pytest.mark.parametrize("out", ["/proc/nowhere", "file/out"])
+def test_a_folder_that_cannot_be_written_is_named(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=f"can't write to {out}: N"):  # No such file, Not a directory
+        export(checkpoint(tmp_path, f_llama()), Path(out))
 
 
 def test_what_is_no_policy(tmp_path):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forks import FORKS
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.checkpoint.tensorfile import TensorFile, read_tensors
@@ -226,6 +226,31 @@ def test_a_damaged_one_is_never_kept_instead_of_a_good_one(tmp_path):
     assert names(tmp_path) == ["latest", "step_1", "step_3"]
 
 
+def test_what_is_passed_over_for_an_older_one_is_told(tmp_path):
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 2, 3, 4):
+        store.save(step, parts())
+    assert store.skipped() == []
+    (tmp_path / "step_1" / "actor.safetensors").unlink()  # older than what is used: nobody misses it
+    assert store.skipped() == []
+    size = (tmp_path / "step_3" / "state.json").stat().st_size
+    (tmp_path / "step_3" / "state.json").write_bytes(b"{")
+    (tmp_path / "step_4" / "actor.safetensors").unlink()
+    missing, damaged = store.skipped()
+    assert missing == f"{tmp_path}/step_4/actor.safetensors is missing from the checkpoint"
+    assert damaged == f"{tmp_path}/step_3/state.json is damaged: 1 bytes, {size} were written"
+    assert store.load().step == 2
+    (tmp_path / "step_4" / "manifest.json").unlink()
+    assert store.skipped() == [f"{tmp_path}/step_4/manifest.json is missing", damaged]
+    shutil.rmtree(tmp_path / "step_4")  # given up by someone
+    assert store.skipped() == [damaged]
+    (tmp_path / "step_2" / "manifest.json").write_text("[]")
+    with pytest.raises(RequestError, match=r"complete steps: none; .*step_3/state\.json is damaged"):
+        store.load()
+    store.save(2, parts())
+    assert store.skipped() == []  # what `latest` names is the one saved last
+
+
 def test_foreign_folders_are_left_alone(tmp_path):
     (tmp_path / "step_7").mkdir()
     (tmp_path / "step_best").mkdir()
@@ -368,9 +393,8 @@ def test_a_real_size_limit(tmp_path):
     """The kernel stops the write half way (RLIMIT_FSIZE): the message names the file, the partial is gone."""
     store = CheckpointStore(tmp_path)
     store.save(1, parts())
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    message = spawn.SimpleQueue()
-    child = spawn.Process(target=save_under_a_size_limit, args=(tmp_path, message))
+    message = FORKS.SimpleQueue()
+    child = FORKS.Process(target=save_under_a_size_limit, args=(tmp_path, message))
     child.start()
     child.join()
     assert child.exitcode == 0

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.forks import FORKS, Descriptor
 from tests.tiny import f_bpe, f_llama, save
 from verl.checkpoint.tensorfile import read_tensors
 from verl.cli.main import main
@@ -83,7 +85,47 @@ def _start(*args: str) -> subprocess.Popen:
     )
 
 
-def _finish(process: subprocess.Popen) -> tuple[int, str, str]:
+class Forked:
+    """The command in a process group of its own, forked with all imports done; what a test asks of ``Popen``."""
+
+    def __init__(self, *args: str) -> None:
+        self._said = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115
+        outputs = [Descriptor(file.fileno()) for file in self._said]
+        self._process = FORKS.Process(target=_command, args=(args, os.getcwd(), outputs))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def communicate(self, timeout: float | None = None) -> list[str]:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+        for file in self._said:
+            file.seek(0)
+        return [file.read() for file in self._said]
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _command(args: tuple[str, ...], folder: str, outputs: list[int]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for number, output in zip((1, 2), outputs, strict=True):
+        os.dup2(output, number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["verl", *args]
+    main()
+
+
+def _finish(process: subprocess.Popen | Forked) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
@@ -92,7 +134,7 @@ def _finish(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def _wait_for(path: Path, process: subprocess.Popen) -> None:
+def _wait_for(path: Path, process: subprocess.Popen | Forked) -> None:
     deadline = time.monotonic() + 200
     while not (path.exists() and path.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -178,6 +220,7 @@ def test_words_that_are_no_command(place, verl):
         ("reward_fn=no_module:low", ["no_module"]),
         ("device_map={actor: [99]}", ["device_map.actor", "99"]),
         ("run_dir=train.jsonl/run", ["train.jsonl"]),
+        ("dataset_cache_dir=train.jsonl", ["dataset_cache_dir", "can't write to train.jsonl"]),
     ],
 )
 def test_what_is_missing_is_said_in_one_message(place, verl, override, words):
@@ -337,6 +380,37 @@ def test_a_checkpoint_of_the_policy_alone_starts_another_run(place, verl):
     _refused(verl("train", "train.yaml", "checkpoint.save=actor", "cluster.max_restarts=1"), "checkpoint.save global")
 
 
+def test_a_damaged_checkpoint_is_never_passed_over_in_silence(place, verl):
+    assert verl("train", "train.yaml", "checkpoint.every_steps=1")[0] == 0
+    folders = [place / "run" / "checkpoints" / f"step_{step}" for step in (1, 2)]
+    os.truncate(folders[1] / "actor.safetensors", 100)
+    damaged = "run/checkpoints/step_2/actor.safetensors is damaged: 100 bytes, "
+    _refused(verl("export", "run", "out"), damaged, "verl export run/checkpoints/step_1 out", status=1)
+    assert not (place / "out").exists()
+    code, out, err = verl("export", "run/checkpoints/step_1", "out")
+    assert code == 0 and "wrote out (step 1)" in out, err
+    code, out, err = verl("resume", "run", "total_steps=3")
+    assert code == 0 and "checkpoint skipped" in out, err
+    log = (place / "run" / "logs" / "controller.log").read_text()
+    assert f"checkpoint skipped: {damaged}" in log and "; going on after step 1\n" in log
+    assert _steps(place / "run") == [1, 2, 3] and "fewer than" not in log
+    assert "wrote out3 (step 3)" in verl("export", "run", "out3")[1]
+    for folder in (place / "run" / "checkpoints").glob("step_*"):
+        os.truncate(folder / "state.json", 1)
+    _refused(verl("resume", "run", "total_steps=4"), "holds no checkpoint", "step_3/state.json is damaged: 1 bytes")
+
+
+def test_a_run_goes_on_in_its_own_folder(place, verl):
+    (place / "run").mkdir()
+    (place / "run" / "config.yaml").write_text((place / "train.yaml").read_text())
+    _refused(verl("resume", "run", "run_dir=other"), "run_dir=other", "cp -r run other, then verl resume other")
+    assert not (place / "other").exists()
+    code, _, err = verl("resume", "run", f"run_dir={place}/run", "rollout_batch_size=32", "total_steps=1")
+    assert code == 0, err
+    told = "warning: the data's 6 prompts are fewer than the 8 of a lap: each is drawn 1 or 2 times in it"
+    assert told in (place / "run" / "logs" / "controller.log").read_text()
+
+
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 
@@ -351,7 +425,7 @@ def test_signals_save_and_resume_finishes(place, verl):
     done = _steps(run)
     assert done == list(range(1, len(done) + 1)) and (run / "checkpoints" / f"step_{done[-1]}").is_dir()
 
-    process = _start("resume", "run")
+    process = Forked("resume", "run")
     before = (run / "metrics.jsonl").stat().st_size
     while (run / "metrics.jsonl").stat().st_size == before:
         assert process.poll() is None, process.communicate()
@@ -371,7 +445,7 @@ def test_signals_save_and_resume_finishes(place, verl):
 
 def test_sigint_while_loading(place):
     (place / "sleepy.py").write_text("import time\nwith open('loading', 'w') as f:\n    f.write('x')\ntime.sleep(60)\n")
-    process = _start("train", "train.yaml", "reward_fn=sleepy:score")
+    process = Forked("train", "train.yaml", "reward_fn=sleepy:score")
     _wait_for(place / "loading", process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, err = _finish(process)

@@ -161,6 +161,7 @@ def test_a_wrong_value_is_not_judged_a_second_time_by_the_rules_between_keys():
         ({"rollout_batch_size": True}, ["rollout_batch_size is true", "an integer"]),
         ({"rollout_batch_size": "64"}, ["rollout_batch_size is '64'", "an integer"]),
         ({"seed": 1.5}, ["seed is 1.5", "such as 0 or 1"]),
+        ({"seed": 2**63}, ["seed is 9223372036854775808: must be an integer >= 0 and <= 9223372036854775807"]),
         ({"kl_target": math.inf}, ["kl_target is inf", "a number > 0 or null"]),
         ({"rollout": {"top_p": 1.5}}, ["rollout.top_p is 1.5", "a number > 0 and <= 1", "such as 1.0 or 0.1"]),
         ({"algorithm": {"name": "qpo"}}, ["algorithm.name is 'qpo'", "one of ppo, grpo, rloo"]),
@@ -240,6 +241,22 @@ def test_python_objects_pass_through():
     assert cfg.reward_fn[0] is score
     assert cfg.reward_weights == [1.0, 1.0]
     assert cfg.run_dir == "runs/x"
+
+
+def test_a_home_folder_is_found_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = load(
+        actor_model_config={"model_name_or_path": "~/policy"}, reward_model_config={"model_name_or_path": "~/judge"},
+        run_dir="~/run", dataset_cache_dir=Path("~"),
+        rollout={"engine": "openai", "url": "http://h:1", "weights_dir": "~/shared/w"},
+    )  # fmt: skip
+    assert (cfg.run_dir, cfg.dataset_cache_dir, cfg.rollout.weights_dir) == (
+        "/home/me/run",
+        "/home/me",
+        "/home/me/shared/w",
+    )
+    models = cfg.actor_model_config, cfg.reward_model_config
+    assert [model.model_name_or_path for model in models] == ["/home/me/policy", "/home/me/judge"]
 
 
 def test_a_section_merges_only_what_was_set(readme_file):

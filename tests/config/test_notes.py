@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.config.samples import load
-from verl.config.load import load_config, memory_advice, notes
+from verl.config.load import dump, load_config, memory_advice, notes
 
 FILE = {"rollout_batch_size": 128, "train_batch_size": 512, "micro_batch_size": 32, "gradient_accumulation_steps": 4}
 TWO = {"device_map": {"actor": [0, 1]}}
@@ -40,8 +40,8 @@ def test_no_warning_without_a_reason():
             ["actor_model_config.lora_r without use_lora"],
         ),
         (
-            {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}},
-            ["FULL_SHARD", "nothing is sharded"],
+            {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}},
+            ["SHARD_GRAD_OP", "nothing is sharded"],
         ),
         (
             {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"shard_size": 2}}, **TWO},
@@ -63,7 +63,10 @@ def test_warnings(values, words):
 @pytest.mark.parametrize(
     "values",
     [
-        {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, **TWO},
+        {
+            "actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}},
+            **TWO,
+        },
         {"cluster": {"max_restarts": 1}, **TWO},
         {"cluster": {"max_restarts": 1, "backend": "ray", "address": "10.0.0.1:6379"}},
         {"device_map": {"actor": 0, "reference": 1}},
@@ -71,6 +74,12 @@ def test_warnings(values, words):
 )
 def test_no_warning_where_it_means_something(values):
     assert warnings(**values) == []
+
+
+def test_a_dumped_file_warns_of_nothing_that_the_first_did_not(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(load()))
+    assert notes(load_config(path)) == notes(load())
 
 
 def test_workers_are_told_where_there_are_several():

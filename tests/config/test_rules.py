@@ -211,6 +211,10 @@ def test_the_process_reward_is_judged_by_the_settings_it_takes_from_the_actor():
         ),
         ({"total_steps": 3, "total_epochs": 2.0}, ["total_steps is 3 and total_epochs is 2"]),
         ({"max_tokens_per_micro_batch": 1023}, ["must hold one row", "1024 or 2048 would fit"]),
+        (
+            {"algorithm": {"name": "dapo", "allow_singletons": True}, "group_size": 1},
+            ["group_size is 1: it replaces groups", "group_size 2 or algorithm.dynamic_sampling false would fit"],
+        ),
     ],
 )
 def test_broken(values, words):
@@ -237,6 +241,8 @@ def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
         {"critic_model_config": None, "algorithm": GRPO},
         {"reward_fn": ["a:b", "c:d"], "reward_weights": [1.0, 0.5]},
         {"max_tokens_per_micro_batch": 1024},
+        {"algorithm": {"name": "dapo", "allow_singletons": True, "dynamic_sampling": False}, "group_size": 1},
+        {"algorithm": {"name": "dapo", "allow_singletons": True}, "group_size": 2},
         {"device_map": {"actor": "node1:0-1", "critic": {"label": "a100", "count": 2}}, "cluster": {"backend": "ray"}},
         {"device_map": {"actor": [0], "critic": "cpu:0-1"}},
         {"critic_model_config": {"shares": "actor"}, "device_map": {"actor": [0, 1], "critic": "0-1"}},

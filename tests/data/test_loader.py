@@ -65,6 +65,10 @@ def test_tokenised_rows_are_cached_and_read_back(jsonl, tmp_path, monkeypatch):
     first = opened()
     (file,) = (tmp_path / "cache").iterdir()
     assert file.name == f"prompts-{first.fingerprint}.arrow"
+    with pytest.raises(DataError, match=r"dataset_cache_dir: can't write to .*\.jsonl: File exists"):
+        open_prompts(jsonl, f_bpe(), max_prompt_length=5, cache_dir=jsonl)
+    with pytest.raises(DataError, match="dataset_cache_dir: can't write to /proc/nowhere: No such file"):
+        open_prompts(jsonl, f_bpe(), max_prompt_length=5, cache_dir="/proc/nowhere")
     monkeypatch.setattr("verl.data.chat.encode", None)  # a second tokenisation would raise
     again = opened()
     assert list(again) == list(first)

@@ -206,13 +206,19 @@ def test_rows_go_to_the_least_loaded(bench: Bench) -> None:
     assert 2 <= slow.served < fast.served and slow.most + fast.most <= 4 + 1  # a place is taken as one leaves
 
 
-def test_a_dead_server_ends_the_call_with_row_and_address(bench: Bench) -> None:
+def test_a_dead_server_ends_the_call_with_row_and_address(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     server = bench.server(f_llama())
-    engine = bench.engine(server, retries=1)
+    engine = bench.engine(server, retries=2)
     ask(engine, requests(), PLAIN)
     server.stop()
-    with pytest.raises(RunError, match=rf"{server.url} can't be reached: ConnectError.*2 attempts"):
+    assert not caplog.messages
+    with pytest.raises(RunError, match=rf"{server.url} can't be reached: ConnectError.*3 attempts"):
         ask(engine, requests(), PLAIN)
+    (told,) = caplog.messages  # when the wait begins, and once
+    assert told.startswith(f"{server.url} can't be reached") and told.endswith("trying again for about 0.15 s")
+    with pytest.raises(RunError, match="not everywhere"):
+        engine.load(own_tensors(f_llama(seed=1)), 1)
+    assert len(caplog.messages) == 2
 
 
 def test_a_slow_server_is_waited_for_and_a_hung_one_is_not(bench: Bench) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +101,22 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     Full weights become ``model.safetensors``. An adapter (tensors as ``peft.get_peft_model_state_dict`` names them) is
     merged into its base model, loaded in its own dtype from where the adapter's configuration says, or with
     ``merge=False`` written as a peft adapter folder.
-    Raises `RequestError` if ``out`` exists and isn't empty or ``checkpoint`` holds no policy, `RunError` naming a
-    damaged file. ``out`` appears complete or not at all.
+    Raises `RequestError` if ``out`` exists and isn't empty or can't be written, or ``checkpoint`` holds no policy,
+    `RunError` naming a damaged file. ``out`` appears complete or not at all.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} exists and isn't empty")
+    with _writing(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise RequestError(f"{out} exists and isn't empty")
     saved = Checkpoint.open(checkpoint)
     if "actor" not in saved or "hf/config.json" not in saved.files:
         raise RequestError(f"{checkpoint} holds no policy to export; it has {sorted(saved.files)}")
     is_adapter = f"hf/{_ADAPTER}" in saved.files
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
+    with _writing(out):
+        aside.mkdir(parents=True)
     try:
-        shutil.copytree(checkpoint / "hf", aside)
+        shutil.copytree(checkpoint / "hf", aside, dirs_exist_ok=True)
         weights = checkpoint / "actor.safetensors"
         if is_adapter:
             _write_adapter(weights, aside)
@@ -126,6 +130,17 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """The disk's refusal is a `RequestError` that names ``out``."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(
+            f"can't write to {out}: {error.strerror or error}; name a folder that can be made"
+        ) from error
 
 
 def _write_weights(weights: Path, folder: Path) -> None:

@@ -121,7 +121,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending (every file is there in its full size)."""
-        return sorted(step for step, complete in self._folders().items() if complete)
+        return sorted(step for step, fault in self._folders().items() if not fault)
 
     @property
     def empty(self) -> bool:
@@ -130,11 +130,19 @@ class CheckpointStore:
 
     def latest(self) -> int | None:
         """The step saved last, or ``None``; without a usable ``latest`` file, the highest complete step."""
-        steps = self.steps()
-        named = re.fullmatch(r"step_(\d+)\s*", _read_or_empty(self.root / "latest"))
-        if named and int(named[1]) in steps:
-            return int(named[1])
-        return steps[-1] if steps else None
+        steps, named = self.steps(), self._named()
+        return named if named in steps else steps[-1] if steps else None
+
+    def skipped(self) -> list[str]:
+        """What is wrong with each checkpoint that ``latest()`` passes over because it is damaged, the newest first."""
+        named, latest = self._named(), self.latest()
+        if named is not None and named == latest:
+            return []
+        faults = {step: fault for step, fault in self._folders().items() if fault}
+        if named is not None and named not in faults and self.folder(named).is_dir():
+            faults[named] = f"{self.folder(named) / MANIFEST} is missing"
+        passed = [step for step in faults if step == named or latest is None or step > latest]
+        return [faults[step] for step in sorted(passed, reverse=True)]
 
     def folder(self, step: int) -> Path:
         return self.root / f"step_{step}"
@@ -142,12 +150,14 @@ class CheckpointStore:
     def load(self, step: int | None = None) -> Checkpoint:
         """The checkpoint of ``step`` (default: the latest), every checksum verified.
 
-        Raises `RequestError` if there is none, `RunError` naming the damaged file if there is one.
+        Raises `RequestError` if there is none, `RunError` naming the damaged file if there is one. Newer ones that were
+        passed over are told by ``skipped``.
         """
         chosen = self.latest() if step is None else step
         if chosen is None or not self.folder(chosen).is_dir():
             what = "checkpoint" if step is None else f"step_{step}"
-            raise RequestError(f"{self.root} holds no {what}; complete steps: {self.steps() or 'none'}")
+            told = [f"complete steps: {self.steps() or 'none'}", *(self.skipped() if step is None else [])]
+            raise RequestError(f"{self.root} holds no {what}; {'; '.join(told)}")
         return Checkpoint.open(self.folder(chosen))
 
     def save(self, step: int, parts: Mapping[str, Part], files: Mapping[str, Source] | None = None) -> Path:
@@ -253,7 +263,7 @@ class CheckpointStore:
         Damaged ones go first, then steps above ``saved``: they belong to a future that a resume gave up.
         """
         folders = self._folders()
-        order = sorted(folders, key=lambda step: (folders[step], step <= saved, step), reverse=True)
+        order = sorted(folders, key=lambda step: (not folders[step], step <= saved, step), reverse=True)
         for step in order[self._keep :]:
             doomed = self.root / f".step_{step}.deleted"
             self.folder(step).rename(doomed)  # never half of a checkpoint under its name
@@ -261,16 +271,21 @@ class CheckpointStore:
         for replaced in self.root.glob(".step_*.replaced"):
             shutil.rmtree(replaced)
 
-    def _folders(self) -> dict[int, bool]:
-        """Step: is it complete, of every folder that has a manifest."""
+    def _named(self) -> int | None:
+        """The step that ``root/latest`` names."""
+        named = re.fullmatch(r"step_(\d+)\s*", _read_or_empty(self.root / "latest"))
+        return int(named[1]) if named else None
+
+    def _folders(self) -> dict[int, str]:
+        """Step: what is damaged, empty where all is there, of every folder that has a manifest."""
         found = {}
         for path in self.root.glob("step_*"):
             if re.fullmatch(r"step_\d+", path.name) and (path / MANIFEST).is_file():
                 try:
                     Checkpoint.open(path, checksums=False)
-                    found[int(path.name[5:])] = True
-                except RunError:
-                    found[int(path.name[5:])] = False
+                    found[int(path.name[5:])] = ""
+                except RunError as error:
+                    found[int(path.name[5:])] = str(error)
         return found
 
 

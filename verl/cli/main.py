@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from verl.config.errors import RequestError
+from verl.cluster.imports import quick_imports
+from verl.config.errors import RequestError, RunError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,7 +41,8 @@ def train(
         for line in notes(cfg):
             typer.echo(f"# {line}")
         return
-    from verl.cli.train import train as run
+    with quick_imports():
+        from verl.cli.train import train as run
 
     raise typer.Exit(run(cfg, overwrite=overwrite))
 
@@ -56,11 +58,18 @@ def resume(
     """Continue RUN from its latest checkpoint; without one, from the start."""
     from verl.config.load import load_config
 
+    for other in (o.partition("=")[2].strip() for o in overrides or [] if o.partition("=")[0].strip() == "run_dir"):
+        if Path(other).expanduser().resolve() != run.resolve():
+            raise RequestError(
+                f"run_dir={other}: a run goes on in its own folder, {run}; leave run_dir out, or go on in a copy: "
+                f"cp -r {run} {other}, then verl resume {other}"
+            )
     saved = run / "config.yaml"
     if not saved.is_file():
         raise RequestError(f"{run} is no run directory: it has no config.yaml")
     cfg = load_config(saved, overrides or [], run_dir=str(run))
-    from verl.cli.train import resume as go_on
+    with quick_imports():
+        from verl.cli.train import resume as go_on
 
     raise typer.Exit(go_on(cfg, allow_changes=allow_changes))
 
@@ -71,7 +80,8 @@ def evaluate(config: Config, overrides: Overrides = None) -> None:
     from verl.config.load import load_config
 
     cfg = load_config(config, overrides or [])
-    from verl.cli.train import evaluate as run
+    with quick_imports():
+        from verl.cli.train import evaluate as run
 
     run(cfg)
 
@@ -82,7 +92,8 @@ def plan(config: Config, overrides: Overrides = None) -> None:
     from verl.config.load import load_config
 
     cfg = load_config(config, overrides or [])
-    from verl.cli.plan import plan as run
+    with quick_imports():
+        from verl.cli.plan import plan as run
 
     run(cfg)
 
@@ -100,7 +111,8 @@ def check(
 
     load = partial(load_config, config, overrides or [])
     load()
-    from verl.cli.check import check as run
+    with quick_imports():
+        from verl.cli.check import check as run
 
     raise typer.Exit(run(load, rows))
 
@@ -111,15 +123,19 @@ def export(
     out: Annotated[Path, typer.Argument(help="folder to write")],
     merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the base weights.")] = True,
 ) -> None:
-    """Write a Hugging Face folder from a checkpoint."""
+    """Write a Hugging Face folder from a checkpoint. Of a run whose latest one is damaged, none."""
     from verl.checkpoint.export import export as write
-    from verl.checkpoint.store import CheckpointStore
+    from verl.checkpoint.store import Checkpoint, CheckpointStore
 
     if (checkpoint / "checkpoints").is_dir():
         store = CheckpointStore(checkpoint / "checkpoints")
+        last = store.latest()
+        if last is not None and (skipped := store.skipped()):
+            older = f"for these older weights: verl export {store.folder(last)} {out}"
+            raise RunError(f"{'; '.join(skipped)}. {store.standing()}; {older}")
         checkpoint = store.load().path
     write(checkpoint, out, merge=merge)
-    typer.echo(f"wrote {out}")
+    typer.echo(f"wrote {out} (step {Checkpoint.open(checkpoint, checksums=False).step})")
 
 
 @app.command()

@@ -131,7 +131,7 @@ def _warnings(cfg: RunConfig) -> list[str]:
         if unread and not model.use_lora:
             found.append(f"{role}.{', '.join(unread)} without use_lora: no adapters are made")
         fsdp, alone = model.fsdp_config, len(devices_of(cfg.device_map, role.removesuffix("_model_config"))) < 2
-        if fsdp.sharding_strategy != "NO_SHARD" and "fsdp_config" in model.model_fields_set and alone:
+        if alone and fsdp.sharding_strategy not in ("NO_SHARD", type(fsdp).model_fields["sharding_strategy"].default):
             found.append(
                 f"{role}.fsdp_config.sharding_strategy is {fsdp.sharding_strategy}: on one device nothing is sharded"
             )

@@ -222,6 +222,12 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             f"algorithm.dynamic_sampling is true, but {algorithm.name} compares no rows of a group; "
             "algorithm.dynamic_sampling false or algorithm.name dapo would fit",
         )
+    elif filled.dynamic_sampling and group == 1 and algorithm.allow_singletons:  # else group_size is wrong by itself
+        yield Violation(
+            ("algorithm.dynamic_sampling", "algorithm.allow_singletons", "group_size"),
+            "algorithm.dynamic_sampling is true and group_size is 1: it replaces groups whose rows all got the same "
+            "reward, and one row always did; group_size 2 or algorithm.dynamic_sampling false would fit",
+        )
     low, high, both = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio
     clip_keys = ("algorithm.clip_ratio", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     fit = "algorithm.clip_ratio 0.2, or algorithm.clip_ratio_low 0.2 with algorithm.clip_ratio_high 0.28, would fit"

@@ -107,7 +107,7 @@ class RunConfig(Section):
     # the run
     total_steps: int | None = Field(None, ge=1, description="laps; this or total_epochs")
     total_epochs: float | None = Field(None, gt=0, description="passes over the data; default 1 without total_steps")
-    seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="of data order, sampling and new weights")
     run_dir: PathText = Field(
         "runs/default", examples=["runs/default", "runs/mine"], description="where the run writes"
     )

@@ -111,7 +111,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def _bounds(metadata: Iterable[Any]) -> str:
     marks = [(sign, getattr(m, name)) for m in metadata for kind, name, sign in _BOUNDS if isinstance(m, kind)]
-    return " " + " and ".join(f"{sign} {bound:g}" for sign, bound in marks) if marks else ""
+    shown = (f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for sign, bound in marks)
+    return " " + " and ".join(shown) if marks else ""
 
 
 def _kind_rule(kind: Any) -> str:

@@ -32,8 +32,14 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _model(value: Any) -> Any:
+def _path(value: Any) -> Any:
+    """As ``_text``; a leading ``~`` is the home folder."""
     value = _text(value)
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _model(value: Any) -> Any:
+    value = _path(value)
     if value is not None and not isinstance(value, str) and not callable(getattr(value, "parameters", None)):
         raise ValueError(
             "must be a hub name, a folder or (from Python) a loaded module, such as 'gpt2' or 'models/mine'"
@@ -86,4 +92,4 @@ ModelSource = Annotated[Any, AfterValidator(_model)]
 DataSource = Annotated[Any, AfterValidator(_data)]
 FunctionSource = Annotated[Any, AfterValidator(_function)]
 RewardSources = Annotated[list[Any], BeforeValidator(_rewards)]
-PathText = Annotated[str, BeforeValidator(_text)]
+PathText = Annotated[str, BeforeValidator(_path)]

@@ -34,6 +34,7 @@ from verl.rollout.sampling import noise_key
 BACK_OFF, LONGEST = 0.5, 30.0  # seconds a server rests after its first failure in a row; doubles up to
 SHARD = 2 << 30  # bytes of one weights file; so much is copied to this process's memory
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 PROBE = (1,)  # a prompt that every vocabulary has
 FORM = (KeyError, TypeError, IndexError, ValueError)  # an answer that isn't of the form read
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -430,18 +431,26 @@ class HttpEngine:
                 return result
             except Failed as error:
                 problem = str(error)
-                self._rest(server)
+                self._rest(server, problem)
             finally:
                 server.rows -= 1
         raise RunError(f"{whose}{problem} ({self.retries + 1} attempts)")
 
-    def _rest(self, server: Server) -> None:
+    def _rest(self, server: Server, problem: str) -> None:
         """After a failure; those of rows that were under way together are one."""
         now = time.monotonic()
         if now >= server.rests_until:
+            if not server.failures:
+                self._tell(problem)
             server.rests_until = now + min(BACK_OFF * 2**server.failures, LONGEST)
             server.failures += 1
         server.met, server.tells = False, None  # it may be another one that comes back
+
+    def _tell(self, problem: str) -> None:
+        """That a wait begins, and how long it is before the call fails."""
+        waits = sum(min(BACK_OFF * 2**number, LONGEST) for number in range(self.retries))
+        if waits:
+            log.warning("%s; trying again for about %.3g s", problem, waits)
 
     async def _prepare(self, server: Server, sampling: Sampling) -> None:
         """What must be known of a server, and what it must have, before it answers."""
@@ -493,6 +502,8 @@ class HttpEngine:
                     return
                 except Failed as error:
                     problem = str(error)
+                    if not number:
+                        self._tell(problem)
                     await asyncio.sleep(min(BACK_OFF * 2**number, LONGEST) if number < self.retries else 0)
             raise RunError(f"new weights are not everywhere: {problem} ({self.retries + 1} attempts)")
 

@@ -165,9 +165,13 @@ class Run:
             self._open_sinks(resume.step if resume is not None else again, overwrite, board)
             if changed:
                 log.warning("going on with changes: %s", "; ".join(changed))
+            where = f"on after step {resume.step}" if resume is not None else "from the start"
+            for damaged in self.store.skipped():
+                log.warning("checkpoint skipped: %s; going %s", damaged, where)
         counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
         for line in [
             *notes(cfg),
+            *(self._repeats() if write else ()),
             *chat.notes(self.tokenizer),
             f"{cfg.algorithm.recipe.data}: {counts}; "
             + (f"device: {crew.device}" if crew.alone else f"{len(crew.ranks)} workers"),
@@ -222,8 +226,24 @@ class Run:
             return cfg.total_steps
         if self.feed.size is None:
             raise RequestError("a stream's length is not known: set total_steps instead of total_epochs")
-        per_lap = cfg.train_batch_size // cfg.group_size  # prompts, pairs, or rows
-        return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // per_lap))
+        return max(1, -(-int((cfg.total_epochs or 1) * self.feed.size) // self._per_lap))
+
+    @property
+    def _per_lap(self) -> int:
+        """Prompts, pairs or rows that a lap draws."""
+        return self.cfg.train_batch_size // self.cfg.group_size
+
+    def _repeats(self) -> list[str]:
+        """A warning where one lap goes through the data more than once."""
+        size, drawn = self.feed.size, self._per_lap
+        if size is None or size >= drawn:
+            return []
+        kind, fewest, most = self.cfg.algorithm.recipe.data, drawn // size, -(-drawn // size)
+        what = kind if kind in ("prompts", "pairs") else "rows"
+        times = f"{most}" if fewest == most else f"{fewest} or {most}"
+        return [
+            f"warning: the data's {size} {what} are fewer than the {drawn} of a lap: each is drawn {times} times in it"
+        ]
 
     def _open_sinks(self, resume_step: int | None, overwrite: bool, prometheus: PrometheusSink | None) -> None:
         cfg, folder = self.cfg, self.folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -97,6 +98,12 @@ def test_settings_that_contradict_the_adapter_are_refused(folders, options, word
 def test_a_resolved_file_s_defaults_contradict_nothing(folders):
     defaults = {key: field.default for key, field in ModelConfig.model_fields.items() if "lora" in key}
     assert list(policy("adapter", **defaults).trainable())
+
+
+def test_target_modules_that_are_no_regular_expression_are_refused():
+    for pattern in ("[(", "a{99999999999}"):
+        with pytest.raises(RequestError, match=re.escape(f"lora_target_modules '{pattern}' is no regular expression")):
+            policy(f_llama(), use_lora=True, lora_target_modules=pattern)
 
 
 def test_other_kinds_of_adapters_are_refused_by_name():

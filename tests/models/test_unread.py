@@ -101,6 +101,9 @@ def test_what_cant_be_read_by_parts_is_read_whole(tmp_path, caplog):
     save(tmp_path / "whole", f_llama(), f_bpe())
     adapted = ModelConfig(model_name_or_path=str(tmp_path / "whole"), use_lora=True)
     assert not any(p.is_meta for p in load_model(adapted, "cpu", torch.float32, in_parts=True).parameters())
+    spoil(tmp_path / "whole", "absent")
+    with pytest.raises(RequestError, match=r"no weights for 1 of the 21 parameters .*\(model.norm.weight\)"):
+        load_model(ModelConfig(model_name_or_path=str(tmp_path / "whole")), "cpu", torch.float32, in_parts=True)
     with pytest.raises(RequestError, match="no causal language model"):
         load_model(ModelConfig(model_name_or_path=str(tmp_path / "nothing")), "cpu", torch.float32, in_parts=True)
 

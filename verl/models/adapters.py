@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
     """A fresh adapter around ``lm``, whose weights freeze. ``B`` starts at 0, so the policy starts as its base.
 
     Adapters have the base's dtype (in a 4-bit base: float32) and no dropout. A scorer's head is trained whole.
-    Raises ``RequestError`` when a target module doesn't exist.
+    Raises ``RequestError`` when a target module doesn't exist, or what names them is no regular expression.
     """
     from peft import get_peft_model
 
@@ -79,6 +80,11 @@ def add_lora(lm: PreTrainedModel, cfg: ModelConfig) -> PeftModel:
         return get_peft_model(lm, lora_config(cfg, is_scorer(lm)), autocast_adapter_dtype=False)
     except ValueError as error:
         raise RequestError(f"lora_target_modules {cfg.lora_target_modules!r}: {error}") from error
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"lora_target_modules {cfg.lora_target_modules!r} is no regular expression ({error}); a list has the ends "
+            "of modules' names"
+        ) from error
 
 
 def starts_at_base(lm: PeftModel, adapter: str) -> bool:

@@ -30,6 +30,7 @@ from verl.models.packing import ATTENTION
 from verl.models.probe import probe
 from verl.models.quantize import four_bit, is_four_bit, keep_gradients, warn_of_stacks
 from verl.models.scorer import HEAD, is_scorer, mark, new_head
+from verl.models.stored import incomplete, read, warn_of_rest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def load_tokenizer(model: Any, trust_remote_code: bool = False) -> PreTrainedTok
         raise _missing("tokenizer", name_or_path, error) from error
 
 
-def load_model(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype, in_parts: bool = False) -> nn.Module:
+def load_model(
+    cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype, in_parts: bool = False, headless: bool = False
+) -> nn.Module:
     """A causal LM ready for ``Policy`` or ``Value``: packed attention, no dropout, adapters where ``cfg`` has them.
 
     The source may be an adapter's folder, or a loaded module with an adapter: training goes on with that one. A loaded
@@ -80,16 +83,19 @@ def load_model(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype,
     ``in_parts``: where that is possible, leave the weights in their files (``unread.build``). The engine that shards
     the model over ranks reads each rank's part, and then has it proven.
 
+    ``headless``: only the backbone will be used, so a reward model's files or a bare backbone's do as well.
+
     Raises:
-        RequestError: no such model, an architecture that packed rows don't suit, adapters that fit nowhere or
-            contradict ``cfg``, or a missing package.
+        RequestError: no such model, files without some of its weights or with other shapes, an architecture that packed
+            rows don't suit, adapters that fit nowhere or contradict ``cfg``, or a missing package.
     """
     source = _source(cfg)
     plain = not (cfg.use_lora or cfg.load_in_4bit or cfg.trust_remote_code)
     if in_parts and plain and isinstance(source, str) and (model := _unread(source, dtype)) is not None:
         return model
     if not isinstance(source, nn.Module):
-        source = _from_pretrained(source, dtype, cfg.trust_remote_code, device if cfg.load_in_4bit else None)
+        quantise_on = device if cfg.load_in_4bit else None
+        source = _from_pretrained(source, dtype, cfg.trust_remote_code, quantise_on, headless)
     elif not isinstance(base_model(source), PreTrainedModel):
         raise RequestError(f"{type(source).__name__} is not a Hugging Face causal language model")
     return _ready(source, cfg, device, dtype)
@@ -216,18 +222,30 @@ def _unread(name: str, dtype: torch.dtype) -> PreTrainedModel | None:
 
 
 def _from_pretrained(
-    name: str, dtype: torch.dtype | None, trust_remote_code: bool, quantise_on: torch.device | str | None = None
-) -> PreTrainedModel:
-    """The causal LM of this name; of an adapter's folder, its base. ``quantise_on``: in 4 bits, on that device."""
+    name: str, dtype: torch.dtype | None, trust_remote_code: bool, quantise_on: torch.device | str | None = None,
+    headless: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """The causal LM of this name; of an adapter's folder, its base. ``quantise_on``: in 4 bits, on that device.
+    ``headless``: what is outside of the backbone may be missing and is drawn then."""
     name = base_of(name) if is_adapter_folder(name) else name
     how: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype, "trust_remote_code": trust_remote_code}
     if quantise_on is not None and dtype is not None:
         how |= four_bit(quantise_on, dtype)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+        model, absent, rest = read(AutoModelForCausalLM, name, config, **how)
+    except RequestError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         raise _missing("causal language model", name, error) from error
+    if headless:
+        inside = {id(p) for p in model.get_decoder().parameters()}
+        absent = [n for n in absent if id(model.get_parameter(n)) in inside]
+    if absent:
+        raise incomplete(name, model, absent, rest)
+    if rest and not headless:
+        warn_of_rest(name, type(model).__name__, tuple(rest))
+    return model
 
 
 def _scorer_from_pretrained(
@@ -251,14 +269,13 @@ def _scorer_from_pretrained(
         raise _no_form(type(config).__name__)
     try:
         with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is then drawn again
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                name, config=config, output_loading_info=True, **how
-            )
+            model, absent, _ = read(AutoModelForSequenceClassification, name, config, **how)
+    except RequestError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         raise _missing("sequence-classification model", name, error) from error
-    absent = sorted({n for n, _ in model.named_parameters()} & set(info["missing_keys"]))
-    if absent and (trained or any(not n.startswith(f"{HEAD}.") for n in absent)):
-        raise RequestError(f"{name} holds no weights for {', '.join(absent[:5])}")
+    if lacking := [n for n in absent if trained or not n.startswith(f"{HEAD}.")]:
+        raise incomplete(name, model, lacking)
     if not is_scorer(model):
         raise RequestError(
             f"{name} ({type(model).__name__}) is no decoder: reward models that are trained here are decoders, such as "

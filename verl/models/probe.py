@@ -76,10 +76,24 @@ def probe(lm: nn.Module) -> None:
     tolerance = 1e-3 if embeddings.weight.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways
     if not gap <= tolerance:
         what = "logits" if isinstance(model, Policy) else "hidden states"
+        if not (ours.isfinite().all() and theirs.isfinite().all()):
+            raise _not_finite(lm, what)
         raise RequestError(
             f"{type(base).__name__} gives other {what} on packed rows than by itself (relative difference {gap:.2g}, "
             f"{tolerance:g} is allowed), so training it here would be wrong; this architecture is not supported"
         )
+
+
+def _not_finite(lm: nn.Module, what: str) -> RequestError:
+    """Names the first weight that holds NaN or infinity; of a sharded model, each rank looks through its own part."""
+    found = "a weight is, or they grow beyond the dtype"
+    for name, parameter in lm.named_parameters():
+        mine: Tensor = getattr(parameter, "to_local", lambda p=parameter: p)().detach()
+        wide = mine.is_floating_point() and mine.element_size() > 1  # what is quantised has scales that are
+        if wide and (bad := int((~mine.isfinite()).sum())):
+            found = f"{bad} of {mine.numel()} numbers in {name} are NaN or infinite"
+            break
+    return RequestError(f"{type(base_model(lm)).__name__} computes {what} that are not finite: {found}")
 
 
 def _refuse(base: nn.Module, config: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from verl.models.naming import own_tensors
+from verl.models.stored import warn_of_rest
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ def build(name: str, dtype: torch.dtype) -> PreTrainedModel | str:
             own[tensor].copy_(stored[...])
         elif tuple(stored.get_shape()) != wanted[tensor]:
             return f"{tensor} has shape {tuple(stored.get_shape())} in its file, not {wanted[tensor]}"
+    strange: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=files.keys() - model.state_dict().keys())
+    model._adjust_missing_and_unexpected_keys(strange)  # some are known to be of no use
+    if strange.unexpected_keys:
+        warn_of_rest(name, type(model).__name__, tuple(sorted(strange.unexpected_keys)))
     with suppress(OSError):  # it has none of its own
         model.generation_config = GenerationConfig.from_pretrained(name)
     vars(model)["unread"] = kept

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from verl.data.pairs import encode_completions
 from verl.models.adapters import is_adapter_folder
 from verl.models.factory import load_tokenizer, resolve_dtype
 from verl.models.scorer import is_marked
+from verl.models.stored import read
+from verl.models.vocabulary import check_embeddings, embedding_rows
 from verl.rewards.base import RewardRow
 from verl.rewards.functions import Model
 
@@ -63,6 +66,7 @@ class RewardModelScorer(Model):
         if tokenizer is None and not origin:
             raise RequestError("reward model: the module names no tokenizer; save both to a folder, name that")
         self.tokenizer = load_tokenizer(origin, cfg.trust_remote_code) if tokenizer is None else tokenizer
+        check_embeddings(f"reward model {origin!r}", embedding_rows(self.model), self.tokenizer)
         kind = self.model.config.model_type
         self._paired = kind in _PAIR_TYPES and not chat.has_template(self.tokenizer)
         # decoders find a row's last token by comparing ids with the pad id; see _pad
@@ -202,15 +206,14 @@ def _load(cfg: RewardModelConfig, dtype: torch.dtype) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         _require_one_label(config)  # before gigabytes are read
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
+        model, missing, _ = read(
+            AutoModelForSequenceClassification, source, config, dtype=dtype, trust_remote_code=trust
         )
     except RequestError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RequestError(f"reward model: can't load {source!r}: {error}") from error
-    trained = {name for name, _ in model.named_parameters()}
-    if missing := sorted(trained & set(info["missing_keys"])):
+    if missing:
         raise RequestError(
             f"reward model: {source!r} holds no weights for {', '.join(missing[:5])}: not a reward model"
         )

@@ -32,6 +32,7 @@ from verl.models.factory import load_model, load_scorer, load_tokenizer, resolve
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
+from verl.models.vocabulary import check_embeddings, embedding_rows
 from verl.rewards.base import Rewards, build_rewards
 from verl.runtime.generation import check_cache, environment_of, outside, rollout_engine, rollout_worker
 from verl.runtime.publish import Plainly, Publisher, Through
@@ -93,7 +94,7 @@ def load(
             critic_cfg = _with_model(critic_cfg, actor_cfg)
     if "process_reward" in mine:  # what its section doesn't say was filled in from the actor's
         judge_cfg = _with_model(cfg.process_reward_model_config or actor_cfg, actor_cfg)
-    for role in ("critic", "process_reward", "teacher"):
+    for role in ("actor", "critic", "process_reward", "teacher"):
         if role in mine:
             key = f"{role}_model_config"
             _check_ids(key, getattr(cfg, key), actor_cfg, tokenizer)
@@ -297,23 +298,24 @@ def _frozen(policy: Policy) -> Policy:
 
 
 def _check_ids(key: str, cfg: ModelConfig | None, actor_cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``RequestError`` where the policy's token ids mean other texts to a model that reads them.
+    """``RequestError`` where the policy's token ids mean other texts to a model that reads them, or have no embedding.
 
     A model that has no tokenizer of its own is taken to share the policy's.
     """
     source = None if cfg is None else cfg.model_name_or_path
-    if cfg is None or source is None or source == actor_cfg.model_name_or_path:
+    other = cfg is not actor_cfg
+    if cfg is None or source is None or (other and source == actor_cfg.model_name_or_path):
         return
-    try:
-        theirs = load_tokenizer(source, cfg.trust_remote_code)
-    except RequestError:
-        return
-    if theirs.get_vocab() != tokenizer.get_vocab():
+    who, theirs = f"{key}: {source if isinstance(source, str) else type(source).__name__}", tokenizer
+    if other:
+        with contextlib.suppress(RequestError):
+            theirs = load_tokenizer(source, cfg.trust_remote_code)
+    if theirs is not tokenizer and theirs.get_vocab() != tokenizer.get_vocab():
         raise RequestError(
-            f"{key}: {source if isinstance(source, str) else type(source).__name__} has another vocabulary than the "
-            f"policy ({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} tokens), but it reads the policy's "
-            "tokens; both need the same tokenizer"
+            f"{who} has another vocabulary than the policy ({len(theirs.get_vocab())} and {len(tokenizer.get_vocab())} "
+            "tokens), but it reads the policy's tokens; both need the same tokenizer"
         )
+    check_embeddings(who, embedding_rows(source, cfg.trust_remote_code), tokenizer)
 
 
 S = TypeVar("S", bound=ModelConfig)
@@ -345,4 +347,4 @@ def _value_model(
     if cfg.shares == "actor":
         assert isinstance(policy, Policy)
         return SharedValue(policy, seed)
-    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device), in_parts), seed)
+    return Value(load_model(cfg, device, resolve_dtype(cfg.dtype, device), in_parts, headless=True), seed)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from tests.algorithms.facts import NUMBERS, cut, loss_facts, loss_of
 from tests.algorithms.ragged import rows
+from tests.forks import FORKS
 from verl.algorithms.policy import POLICY_LOSSES, covariance_tokens, gmpo, gspo, ppo_loss, sapo
 from verl.algorithms.reduce import reduce_loss, totals_of
 
@@ -225,10 +224,13 @@ def test_ranks_add_to_the_whole(name, mode):
 
 
 def test_two_processes_add_to_the_whole(tmp_path):
-    command = [sys.executable, "-m", "tests.algorithms.test_policy", str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in range(2)]
+    processes = [FORKS.Process(target=_rank, args=(tmp_path, rank)) for rank in range(2)]
     try:
-        assert [process.wait(timeout=60) for process in processes] == [0, 0]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
@@ -369,7 +371,3 @@ def _rank(folder: Path, rank: int) -> None:
             report[f"{name} {mode}"] = added.tolist()
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), int(sys.argv[2]))

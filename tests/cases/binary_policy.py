@@ -1,23 +1,10 @@
-"""A policy of one parameter: every token is 1 with probability sigmoid(theta). Its gradients can be done by hand.
-
-Run as a program it is one of several data-parallel ranks over gloo: see ``on_ranks``.
-"""
+"""A policy of one parameter: every token is 1 with probability sigmoid(theta). Its gradients can be done by hand."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from tests.algorithms.facts import NUMBERS, loss_of
-from verl.algorithms.policy import POLICY_LOSSES
 from verl.algorithms.reduce import reduce_loss
 from verl.config.algorithm import Reduction
 from verl.seats import MiniBatch, Totals
@@ -30,7 +17,6 @@ def accumulate(
     micro_batches: list[list[int]],
     totals: Totals,
     mode: Reduction,
-    after_each: Callable[[Tensor], None] = lambda theta: None,
     policy_loss: str = "ppo",
 ) -> tuple[float, float]:
     """Loss and gradient at theta = 0 and ratio 1, summed over one rank's micro-batches.
@@ -56,52 +42,12 @@ def accumulate(
         losses = loss_of(policy_loss, NUMBERS | facts).losses
         share = reduce_loss(losses, mask, row, len(micro), mode, totals)
         share.backward()
-        after_each(theta)
         loss += share.item()
     return loss, theta.grad.item() if theta.grad is not None else 0.0
 
 
-def on_ranks(folder: Path, rows: list[Row], mini: MiniBatch, mode: Reduction) -> list[dict]:
-    """Each rank's own process: a collective in every pass, then the gradient summed over ranks. At most 60 s.
-
-    A rank reports PPO's ``loss``, ``gradient`` and ``passes``, and in ``every`` loss and gradient by policy loss.
-    """
-    (folder / "job.json").write_text(json.dumps({"rows": rows, "mini": asdict(mini), "mode": mode}))
-    command = [sys.executable, "-m", "tests.cases.binary_policy", str(folder)]
-    ranks = range(len(mini.ranks))
-    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in ranks]
-    try:
-        assert [process.wait(timeout=60) for process in processes] == [0] * len(ranks)
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in ranks]
-
-
-def _rank(folder: Path, rank: int) -> None:
-    job = json.loads((folder / "job.json").read_text())
-    ranks = job["mini"]["ranks"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(ranks))
-    passes = []
-
-    def collective(theta: Tensor) -> None:  # stands for the parameter gathers of a sharded model
-        dist.all_reduce(torch.ones(1))
-        passes.append(theta.grad.item())
-
-    totals = Totals(**job["mini"]["totals"])
-    every = {}
-    for name in POLICY_LOSSES:
-        passes.clear()
-        result = torch.tensor(
-            accumulate(job["rows"], ranks[rank], totals, job["mode"], collective, name), dtype=torch.float64
-        )
-        dist.all_reduce(result)
-        every[name] = result.tolist()
-    loss, gradient = every["ppo"]
-    report = {"loss": loss, "gradient": gradient, "passes": len(passes), "every": every}
-    (folder / f"rank{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), int(sys.argv[2]))
+def over_ranks(rows: list[Row], mini: MiniBatch, mode: Reduction, policy_loss: str = "ppo") -> tuple[float, float]:
+    """Loss and gradient summed over the ranks of a mini-batch."""
+    shares = [accumulate(rows, micros, mini.totals, mode, policy_loss) for micros in mini.ranks]
+    loss, gradient = map(sum, zip(*shares, strict=True))
+    return loss, gradient

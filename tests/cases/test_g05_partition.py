@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.binary_policy import Row, accumulate
+from tests.cases.binary_policy import Row, over_ranks
 from verl.algorithms.policy import POLICY_LOSSES
 from verl.seats import seat
 
@@ -21,11 +21,8 @@ def over(
     lengths = [len(tokens) for tokens, _, _ in rows]
     groups = list(range(len(rows)))
     shape = {"ranks": ranks, "mini_batch_rows": mini or len(rows), "micro_rows": micro}
-    result = []
-    for step in seat([1] * len(rows), lengths, groups, **shape).mini_batches:
-        shares = [accumulate(rows, micros, step.totals, mode, policy_loss=loss) for micros in step.ranks]
-        result.append(tuple(map(sum, zip(*shares, strict=True))))
-    return result
+    steps = seat([1] * len(rows), lengths, groups, **shape).mini_batches
+    return [over_ranks(rows, step, mode, loss) for step in steps]
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (1, 1), (2, 1)])

@@ -1,4 +1,7 @@
-"""G06: masked responses leave the numerator and the denominator, over all ranks; nothing left is exactly nothing."""
+"""G06: masked responses leave the numerator and the denominator; nothing left is exactly nothing.
+
+Of every engine: ``test_every_engine.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 
 from tests.algorithms.facts import estimator_facts, loss_facts, loss_of, per_token
 from tests.algorithms.ragged import Rows
-from tests.cases.binary_policy import Row, accumulate, on_ranks
+from tests.cases.binary_policy import Row, accumulate, over_ranks
 from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.policy import POLICY_LOSSES
 from verl.algorithms.reduce import masked_whiten, reduce_loss, totals_of
@@ -70,12 +73,10 @@ def test_every_response_truncated(mode, loss):
     assert accumulate(rows, mini.ranks[0], mini.totals, mode, policy_loss=loss) == (0.0, 0.0)
 
 
-def test_one_rank_fully_masked_of_two(tmp_path):
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_one_rank_fully_masked_of_two(loss):
     rows: list[Row] = [([1, 0, 1, 1], [1, 1, 1, 1], 0.7), ([1, 1, 1, 1], [0, 0, 0, 0], -1.0)]
     (mini,) = seat([4] * 2, [4, 4], [0] * 2, ranks=2, mini_batch_rows=2, micro_rows=1, loss_tokens=[4, 0]).mini_batches
     assert mini.ranks == [[[0]], [[1]]]
-    for rank in on_ranks(tmp_path, rows, mini, "token-mean"):
-        assert rank["passes"] == 1 and set(rank["every"]) == set(POLICY_LOSSES)
-        for loss, got in rank["every"].items():
-            alone = accumulate(rows[:1], [[0]], Totals(tokens=4, rows=1), "token-mean", policy_loss=loss)
-            assert got == pytest.approx(alone, abs=1e-12)
+    alone = accumulate(rows[:1], [[0]], Totals(tokens=4, rows=1), "token-mean", loss)
+    assert over_ranks(rows, mini, "token-mean", loss) == pytest.approx(alone, abs=1e-12)

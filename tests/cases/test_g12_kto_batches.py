@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forks import FORKS
 from verl.algorithms.preference import kto, kto_baseline, kto_means, kto_statistics, mismatch
 
 BETA = 0.5
@@ -104,9 +104,8 @@ def share(theta: torch.Tensor, rank: list[tuple[bool, float, float]], total: flo
 
 
 def test_two_ranks_with_one_side_each(tmp_path):
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    results = spawn.SimpleQueue()
-    ranks = [spawn.Process(target=one_rank, args=(tmp_path, rank, results)) for rank in range(len(RANKS))]
+    results = FORKS.SimpleQueue()
+    ranks = [FORKS.Process(target=one_rank, args=(tmp_path, rank, results)) for rank in range(len(RANKS))]
     try:
         for process in ranks:
             process.start()

@@ -16,7 +16,7 @@ from tests.rewards.test_pool import alive, children
 from verl.config.errors import RewardError
 from verl.rewards.base import Rewards
 
-LIMIT = 0.8  # seconds; the report's 2 s would make 20 batches take 40 s
+LIMIT = 0.5  # seconds; the report's 2 s would make 20 batches take 40 s
 NASTY = "a" * 40 + "!"
 HANGS: dict[str, tuple[Any, str, list[float]]] = {
     "sleep": ("tests.rewards.graders:hang", "hang", [1.0, 2.0, 3.0]),

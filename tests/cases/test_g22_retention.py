@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import signal
 import pytest
 import torch
 
+from tests.forks import FORKS
 from verl.checkpoint.parts import write_parts
 from verl.checkpoint.store import CheckpointStore
 from verl.config.errors import RunError
@@ -96,7 +96,7 @@ def save_and_die(root, place: str) -> None:
 @pytest.mark.parametrize(("place", "resumes_from"), [("tensors", 1), ("manifest", 1), ("renamed", 1), ("removal", 2)])
 def test_g22_b_killed_half_way(place, resumes_from, tmp_path):
     CheckpointStore(tmp_path, keep=1).save(1, parts(1))
-    child = multiprocessing.get_context("spawn").Process(target=save_and_die, args=(tmp_path, place))
+    child = FORKS.Process(target=save_and_die, args=(tmp_path, place))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -123,7 +123,7 @@ def test_g22_b_one_of_two_writers_killed_half_way(tmp_path):
     store.save(1, parts(1))
     folder = store.begin(2)
     entries = write_parts(folder, parts(2))
-    child = multiprocessing.get_context("spawn").Process(target=write_half_and_die, args=(folder,))
+    child = FORKS.Process(target=write_half_and_die, args=(folder,))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL and (folder / "critic.safetensors").stat().st_size > 0

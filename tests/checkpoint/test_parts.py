@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_store import names, resident
+from tests.forks import FORKS
 from verl.checkpoint import parts as parts_module
 from verl.checkpoint import tensorfile
 from verl.checkpoint.parts import joined_crc32, write_parts
@@ -54,7 +54,7 @@ def memory_of_a_reader(path: Path) -> tuple[float, int, int]:
 @pytest.fixture(scope="module")
 def process():
     """Another process that calls functions; the last test that uses it may spoil it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, FORKS) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

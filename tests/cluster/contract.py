@@ -1,7 +1,8 @@
 """What every worker group must do.
 
 ``start(factory, args, n)`` gives a group of ``n`` workers; each check closes the group that it starts. ``ALONE`` holds
-the checks of any group, ``TOGETHER`` those of groups of several workers in processes of their own.
+the checks of any group, ``TOGETHER`` those of groups of several workers in processes of their own; those of
+``CALLS_ONLY`` may be given one group of three workers after the other.
 """
 
 from __future__ import annotations
@@ -250,4 +251,14 @@ TOGETHER = [
     check_a_killed_worker_ends_every_call,
     check_close_ends_the_processes,
     check_a_factory_that_raises_among_others,
+]
+CALLS_ONLY = [
+    check_exceptions_keep_kind_message_and_place,
+    check_tensors_go_and_come,
+    check_each_worker_is_its_own,
+    check_errors_say_where,
+    check_what_cannot_be_sent,
+    check_peers_call_one_another,
+    check_workers_that_all_wait_for_each_other,
+    check_large_tensors_between_peers,
 ]

@@ -19,6 +19,7 @@ ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 7).remote()) == 7
 """
 PATIENCE = 150  # seconds
+BARE = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # what a node can do without
 TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen
 
 
@@ -47,7 +48,7 @@ def ray_cluster(cpus: int = 2) -> Iterator[None]:
         enable_token_auth_by_default()
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus})
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, **BARE})
         patch.setenv("RAY_ADDRESS", nodes.address)
         try:
             yield

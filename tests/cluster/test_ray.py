@@ -27,9 +27,9 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from tests.cluster.contract import ALONE, TOGETHER, alive, outcomes
+from tests.cluster.contract import ALONE, CALLS_ONLY, TOGETHER, alive, outcomes
 from tests.cluster.objects import Closing, worker
-from tests.cluster.ray_starts import TOKEN, why_not
+from tests.cluster.ray_starts import BARE, TOKEN, why_not
 from verl.cluster.group import Context, Spec, WorkerLost
 from verl.cluster.ray import RayGroup
 from verl.config.errors import RequestError
@@ -48,8 +48,9 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         first = {"num_cpus": 1, "num_gpus": 2, "node_name": "first"}
-        nodes = Cluster(initialize_head=True, head_node_args=first)
-        nodes.add_node(num_cpus=1, num_gpus=1, node_name="second", resources={"big": 1, "accelerator_type:A100": 1})
+        nodes = Cluster(initialize_head=True, head_node_args=first | BARE)
+        second = {"num_cpus": 1, "num_gpus": 1, "node_name": "second"}
+        nodes.add_node(**second | BARE, resources={"big": 1, "accelerator_type:A100": 1})
         patch.setenv("RAY_ADDRESS", nodes.address)
         ray.init(log_to_driver=False, logging_level="ERROR")
         try:
@@ -66,11 +67,28 @@ def group(
     return RayGroup(factory, args, specs, **{"logs": None, **options})
 
 
-@pytest.mark.parametrize("check", ALONE + TOGETHER)
+@pytest.mark.parametrize("check", [check for check in ALONE + TOGETHER if check not in CALLS_ONLY])
 def test_contract(check: Callable[..., None]) -> None:
     check(group)
     states = {entry["state"] for entry in placement_group_table().values()}
     assert states == {"REMOVED"}
+
+
+class Lent:
+    """A group that others use, too: who closes it leaves it as it is."""
+
+    def __init__(self, workers: RayGroup) -> None:
+        self.places, self.call = workers.places, workers.call
+
+    def close(self) -> None:
+        pass
+
+
+def test_contract_of_calls() -> None:
+    """By one group, as each worker takes Ray seconds to start."""
+    with closing(group(worker, n=3)) as workers:
+        for check in CALLS_ONLY:
+            check(lambda *_: Lent(workers))
 
 
 class Seen(Closing):

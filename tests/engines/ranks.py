@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from tests.forks import FORKS
+
 TIMEOUT = 100  # seconds of one call
-IMPORTS = ["verl.runtime.host", "verl.engines.megatron", "tests.hybrid.engines"]
 _ranks: list[tuple[BaseProcess, connection.Connection]] = []
 
 
@@ -33,9 +34,7 @@ def run(n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEO
     """Results of ``function(*args)`` on each of ``n`` ranks. The first failure's traceback in a ``RuntimeError``."""
     started = []
     forks = sys.platform == "linux" and not torch.cuda.is_available()
-    context: Any = get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload(IMPORTS)
+    context: Any = FORKS if forks else get_context("spawn")
     while len(_ranks) < n:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there,), daemon=True)

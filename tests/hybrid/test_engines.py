@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.engines.ranks import run
+from tests.forks import FORKS
 from tests.hybrid.engines import bereft, corrupted, judge, model, samples
 
 
@@ -31,10 +31,9 @@ def test_a_damaged_message_stops_generation(folder: str, which: int):
 
 
 def test_whose_sender_died_does_not_generate(folder: str, tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
+    here, there = FORKS.Pipe()
     meet = f"file://{tmp_path}/meet"
-    ranks = [context.Process(target=bereft, args=(rank, folder, meet, there), daemon=True) for rank in range(2)]
+    ranks = [FORKS.Process(target=bereft, args=(rank, folder, meet, there), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
     assert here.poll(90), "no answer"

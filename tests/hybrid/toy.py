@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import tempfile
 import traceback
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.forks import FORKS
 from verl.hybrid import publish
 from verl.hybrid.publish import Corridor, Report
 from verl.hybrid.reshard import Box, Holdings, Weight, generation, training
@@ -185,13 +185,11 @@ def publish_on(
 
 def run(n: int, **keys: Any) -> list[Any]:
     """``publish_on`` on ``n`` processes; an exception's text stands where a rank failed."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.hybrid.toy"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):
-            here, there = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, n, folder, there, keys), daemon=True)
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(target=_rank, args=(rank, n, folder, there, keys), daemon=True)
             process.start()
             there.close()
             pipes.append(here)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.forks import FORKS
 from tests.tiny import f_llama
 from verl.runtime.hybrid_engine import HybridEngine, RemoteCritic
 
@@ -52,14 +52,12 @@ def play(actor: Any, critic: Any, rows: Sequence[int], interval: int = 1) -> dic
 
 def on_ranks(n: int, actor: Any, critic: Any, shares: Sequence[Sequence[int]]) -> list[Any]:
     """``play`` of each of the actor's ranks."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runtime.own_loop"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):
-            here, there = context.Pipe()
+            here, there = FORKS.Pipe()
             share = shares[rank] if rank < len(shares) else ()
-            process = context.Process(target=_rank, args=(rank, n, folder, there, actor, critic, share), daemon=True)
+            process = FORKS.Process(target=_rank, args=(rank, n, folder, there, actor, critic, share), daemon=True)
             process.start()
             there.close()
             pipes.append(here)

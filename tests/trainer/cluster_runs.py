@@ -62,7 +62,7 @@ def ppo(model: str, folder: Path, **keys: Any) -> dict[str, Any]:
         "algorithm": {"name": "ppo", "update_epochs": 2},
         "rollout_batch_size": 16,
         "mini_batch_size": 8,
-        "micro_batch_size": 2,
+        "micro_batch_size": 4,
         "group_size": 1,
         "init_kl_coef": 0.1,
         "max_prompt_length": 16,

@@ -29,6 +29,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """By which ``cluster_runs.marked`` finds every process that the test starts."""
     file = tmp_path / "mark"
     file.touch()
+    forks.serve()  # it stays, and so must not have the mark
     monkeypatch.setenv(forks.MARK, str(file.resolve()))
     return str(file.resolve())
 

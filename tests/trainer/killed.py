@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config
 from verl.runtime.controller import Controller
@@ -147,10 +147,6 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
                 where = socket.inet_ntoa(bytes.fromhex(address[-8:])[::-1])  # of version 6 the mapped one, or any
                 found.add(("127.0.0.1" if where == "0.0.0.0" else where, int(port, 16)))
     return found
-
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["verl.cli.train", "verl.runtime.host", "pandas"])  # what each would import
 
 
 def child(keys: dict[str, Any], place: str, seconds: float = 150, bomb: bytes | None = None) -> int | None:

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forks import FORKS
 from tests.tiny import f_bpe, f_llama, save
 from tests.trainer import cluster_runs as runs
-from tests.trainer.killed import FORKS
 from verl.checkpoint.store import CheckpointStore
 from verl.cli.main import main
 from verl.runtime.host import Host

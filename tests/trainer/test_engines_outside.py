@@ -20,12 +20,8 @@ from verl.trainer.base import Run
 GRPO = {
     "critic_model_config": None, "algorithm": {"name": "grpo"}, "group_size": 4, "init_kl_coef": 0.0, "eval": {},
     "mini_batch_size": 16, "log_level": "INFO", "total_steps": 3,
-    "reward_fn": "tests.trainer.test_engines_outside:even",
+    "reward_fn": "tests.trainer.reward:even",
 }  # fmt: skip
-
-
-def even(response_ids: tuple[int, ...]) -> float:
-    return sum(i % 2 == 0 for i in response_ids) / 6
 
 
 @pytest.fixture(scope="module")

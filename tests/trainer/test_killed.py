@@ -87,7 +87,7 @@ def cluster() -> Iterator[None]:
     """A Ray cluster of this machine, which the runs that are started find."""
     if reason := why_not():
         pytest.skip(reason)
-    with ray_cluster():
+    with ray_cluster(cpus=1):  # as many processes are started before they are asked for
         yield
 
 

@@ -188,7 +188,7 @@ class Link:
     def _send(self, kind: int, number: int, parts: Parts) -> None:
         sizes = [len(part) for part in parts]
         head = _HEAD.pack(kind, number, len(parts)) + struct.pack(f"<{len(parts)}Q", *sizes)
+        self.sent += len(head) + sum(sizes)  # by the time of an answer it is counted
         self._socket.sendall(b"".join([head, *parts[:1]]))
         for part in parts[1:]:
             self._socket.sendall(part)
-        self.sent += len(head) + sum(sizes)

@@ -6,7 +6,6 @@ Workers are its children, so it is what tells of their ends, and what kills them
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from verl.cluster.imports import quick_imports
 from verl.cluster.serve import adopt, serve, stay_with
 
 
@@ -132,14 +132,13 @@ def nurse(parent: int, orders: int, preload: Sequence[str], workers: Sequence[tu
     """The nursery's whole life. ``workers``: the fields of each one's ``Ports``."""
     stay_with(parent)
     adopt()
-    for name in preload if sys.platform == "linux" else ():  # frameworks of macOS don't survive a fork
-        with contextlib.suppress(Exception):  # a worker that needs it imports it, and tells what is wrong
-            importlib.import_module(name)
+    with quick_imports():
+        for name in preload if sys.platform == "linux" else ():  # frameworks of macOS don't survive a fork
+            with contextlib.suppress(Exception):  # a worker that needs it imports it, and tells what is wrong
+                importlib.import_module(name)
     if preload and not _forkable():
         command = _command(parent, orders, [], workers)
         os.execv(command[0], command)
-    gc.collect()
-    gc.freeze()  # what is there by now stays shared: no collection writes to it
     everything = {orders}.union(*(Ports(*ports).all for ports in workers))
     pids = [_fork(Ports(*ports), everything) for ports in workers]
     for descriptor in everything - {orders}:

@@ -25,13 +25,13 @@ from verl.models.packing import AttentionOptions, Layout
 def _plainly() -> Iterator[None]:
     """For Megatron's import, which has kernels compiled (the compiler alone takes 2 s to import) and warns of others
     that aren't installed. None of them is used here."""
-    compiler, torch.compile = torch.compile, lambda f=None, **_: f or (lambda g: g)
+    compiler, torch.compile = torch.compile, lambda f=None, **_: f or (lambda g: g)  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.compile = compiler  # type: ignore[assignment]
+        torch.compile = compiler
 
 
 with _plainly():
@@ -39,6 +39,7 @@ with _plainly():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -101,6 +102,8 @@ def build(
         )
     for part in model.decoder.layers:
         part.recompute = recompute
+    if device.type == "cpu":
+        linear.warned = True  # it has advice on CUDA's environment
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()

@@ -1,9 +1,10 @@
 """What older weights for rollouts cost in learning: ``hybrid_config.reshard_interval`` 1, 8, 16 on a tiny task.
 
-    python benchmarks/staleness.py [--intervals 1,8,16] [--laps 64] [--seeds 2] [--picture FILE.svg]
+    python benchmarks/staleness.py [--intervals 1,8,16] [--laps 64] [--seeds 2] [--picture FILE.svg] [--config FILE]
 
-``verl train`` with GRPO from a small random model; the reward is the share of even words among twelve. A table of
-reward and of KL of what is trained from the start, means over seeds and over the laps since the line before.
+``verl train`` with GRPO from a small random model; the reward is the share of even words among twelve. ``--config``:
+another run in its place, such as configs/demo.yaml. A table of reward and of KL of what is trained from the start,
+means over seeds and over the laps since the line before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ def evens(response: str) -> float:
 
 def train(scratch: Path, model: str, interval: int, seed: int, args: argparse.Namespace) -> list[dict[str, float]]:
     name = f"{interval}-{seed}"
+    if args.config is not None:
+        keys = {
+            "hybrid_config.reshard_interval": interval, "seed": seed, "total_steps": args.laps,
+            "run_dir": scratch / name, "checkpoint.save": "actor", "metrics.tensorboard": "false",
+            "eval.dataset": "null",
+        }  # fmt: skip
+        return told_by(scratch / name, args.config, Path.cwd(), *(f"{key}={value}" for key, value in keys.items()))
     rows = [{"prompt": " ".join(WORDS[(7 * i + k) % 60] for k in range(4))} for i in range(64)]
     data = scratch / "prompts.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -43,11 +51,15 @@ def train(scratch: Path, model: str, interval: int, seed: int, args: argparse.Na
     }  # fmt: skip
     path = scratch / f"{name}.yaml"
     path.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "verl.cli.main", "train", str(path)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return told_by(scratch / name, path, Path(__file__).parent)
+
+
+def told_by(run: Path, config: Path, place: Path, *overrides: str) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "verl.cli.main", "train", str(config), *overrides]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return [json.loads(line) for line in (scratch / name / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def picture(told: dict[int, list[list[dict[str, float]]]], laps: int) -> str:
@@ -87,7 +99,8 @@ def main() -> None:
     parser.add_argument("--intervals", default="1,8,16")
     parser.add_argument("--laps", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=2e-3, help="of the tiny task")
+    parser.add_argument("--config", type=Path, help="a configuration file, with its own rate")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
     intervals = [int(text) for text in args.intervals.split(",")]
@@ -95,7 +108,7 @@ def main() -> None:
         scratch = Path(folder)
         model = save_words(scratch / "model", WORDS, width=48, inner=96, layers=2, heads=4)
         told = {n: [train(scratch, model, n, seed, args) for seed in range(args.seeds)] for n in intervals}
-    print(f"{args.seeds} seeds, {args.laps} laps, lr {args.lr:g}")
+    print(f"{args.seeds} seeds, {args.laps} laps" + (f", lr {args.lr:g}" if args.config is None else ""))
     print(f"{'lap':>5}" + "".join(f"{f'reward, {n}':>12}{f'KL, {n}':>10}{f'stale, {n}':>11}" for n in intervals))
     every = max(1, args.laps // 8)
     for end in range(every, args.laps + 1, every):

@@ -282,12 +282,18 @@ def test_online_dpo_leaves_masked_rows_out_of_its_pairs(make):
     assert line["policy/rows_trained"] <= round(32 * (1 - line["response/truncated"]))
 
 
+def test_a_group_s_deviation_of_a_penalty_alone_is_refused(make):
+    with pytest.raises(ConfigError, match=r"kl_in is reward with algorithm.scale std.*scale none would fit"):
+        make("dapo", algorithm={"kl_in": "reward"}, init_kl_coef=0.1)
+    make("dapo", algorithm={"kl_in": "reward", "scale": "none"}, init_kl_coef=0.1)
+    make("dapo", algorithm={"kl_in": "reward"})
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
         ("distill", {"kl_in": "reward"}, "kl_in is reward, but distill reads no sum of rewards"),
         ("pass_k", {"kl_in": "reward"}, "kl_in is reward, but pass_k"),
-        ("dapo", {"kl_in": "reward"}, "kl_in is reward with algorithm.scale std"),
         ("gdpo", {"overlong_share": 0.5}, "overlong_share is 0.5, but gdpo"),
         ("gdpo", {"dynamic_sampling": True}, "dynamic_sampling is true, but gdpo"),
         ("distill", {"overlong_share": 0.5}, "overlong_share is 0.5, but distill"),

@@ -160,7 +160,7 @@ def test_a_worker_killed_while_it_updates_is_replaced(model, shared, tmp_path, m
         run.prepare()
         summary = run.train()
         pids = [place.pid for place in run.controller.crew.group.places]
-    assert summary.step == 4 and run.struck and run.pid not in pids
+    assert summary.step == 5 and run.struck and run.pid not in pids
     log = (run.folder / "logs" / "controller.log").read_text()
     said = r"restart 1 of at most 1: step 4, ((actor|critic)\.update|release): " + LOST.format(pid=run.pid)
     assert re.search(said, log), log

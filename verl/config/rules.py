@@ -204,7 +204,8 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             f"algorithm.kl_in is reward, but {algorithm.name} reads no sum of rewards that a KL penalty could be part "
             "of; algorithm.kl_in loss or null would fit",
         )
-    if algorithm.recipe.advantage == "grpo" and filled.kl_in == "reward" and filled.scale == "std":
+    penalised = filled.kl_in == "reward" and bool(default_kl_coef(cfg))
+    if algorithm.recipe.advantage == "grpo" and penalised and filled.scale == "std":
         yield Violation(
             ("algorithm.kl_in", "algorithm.scale"),
             "algorithm.kl_in is reward with algorithm.scale std: in a group of equal scores the deviation is the KL "

@@ -20,6 +20,7 @@ from verl.config.errors import RequestError
 from verl.config.model import RewardModelConfig
 from verl.data.loader import PreferenceDataset
 from verl.models.factory import load_tokenizer
+from verl.models.stored import incomplete, read
 from verl.rewards.base import RewardRow
 from verl.rewards.model import RewardModelScorer
 
@@ -90,7 +91,10 @@ def _with_new_head(policy: Any) -> Any:
             model = AutoModelForSequenceClassification.from_config(config)
             model.base_model.load_state_dict(policy.base_model.state_dict())  # type: ignore[union-attr]
             return model
-        return AutoModelForSequenceClassification.from_pretrained(policy, config=config)
+        model, absent, rest = read(AutoModelForSequenceClassification, policy, config)
+        if absent := [name for name in absent if not name.startswith("score.")]:
+            raise incomplete(policy, model, absent, rest)
+        return model
     except ValueError as error:
         raise RequestError(f"no reward head can be put on {type(config).__name__}: {error}") from error
 

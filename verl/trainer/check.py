@@ -59,13 +59,14 @@ def check(load: Callable[..., RunConfig], rows: int = ROWS) -> tuple[str, list[F
         micro = _other_micro(whole)
         with Run(whole, console=False) as run:
             run.prepare()
-            where, feed, actor = run.controller.crew.device, dict(run.feed.counts), run.controller.crew.of("actor")[0]
+            crew, feed = run.controller.crew, dict(run.feed.counts)
+            where = crew.device if crew.alone else f"{len(crew.ranks)} workers"
             laps = [run.step()]
             first = Checkpoint.open(run.save())
             laps.append(run.step())
             second = Checkpoint.open(run.save())
             laps.append(run.step())
-            plain = run.controller.crew.group.places[actor].device
+            plain = crew.group.places[crew.of("actor")[0]].device
         exact = resolve_dtype(whole.actor_model_config.dtype, plain).itemsize > 2
         split = []
         if micro is not None:
@@ -246,7 +247,7 @@ def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Itera
     still, count = [], 0
     for role in ("actor", "critic", "process_reward"):
         if f"{role}.safetensors" in first.files:
-            old, new = first.tensors(role), second.tensors(role)
+            old, new = (_trained(checkpoint, role) for checkpoint in (first, second))
             count += len(old)
             still += [f"{role} {name}" for name in old if torch.equal(old[name], new[name])]
     shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
@@ -255,6 +256,13 @@ def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Itera
         yield Finding("the gradient reaches what is trained", "look", f"{text}{len(still)} of {count} stay: {shown}")
     else:
         yield Finding("the gradient reaches what is trained", "ok", f"{text}all {count} tensors change")
+
+
+def _trained(checkpoint: Checkpoint, role: str) -> dict[str, torch.Tensor]:
+    """What the optimizer steps on: a step may be too small to be seen in the bf16 copy of a float32 master."""
+    state = checkpoint.tensors(f"{role}_optimizer")
+    masters = {name.removeprefix("master/"): t for name, t in state.items() if name.startswith("master/")}
+    return checkpoint.tensors(role) | masters
 
 
 def _same_numbers(

@@ -334,6 +334,13 @@ def test_weights_lie_in_one_folder_that_goes_with_the_engine(bench: Bench, tmp_p
     assert "verl-http" not in [t.name for t in threading.enumerate() if t is engine._thread]
 
 
+def test_a_folder_for_weights_that_is_none(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = bench.engine(bench.server(f_llama()), folder=str(tmp_path / "file"))
+    with pytest.raises(RequestError, match=r"^rollout.weights_dir: can't write to .*file: Not a directory"):
+        engine.load(own_tensors(f_llama()), 1)
+
+
 def test_weights_are_written_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each tensor may be gone when the next is taken."""
     monkeypatch.setattr("verl.rollout.http.SHARD", 10_000)

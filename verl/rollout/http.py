@@ -262,11 +262,15 @@ class HttpEngine:
         """See ``RolloutEngine``. The weights stay in the folder until the next ones, for servers that restart.
 
         Raises:
-            RequestError: the servers take no weights; the message says how to start them.
+            RequestError: the servers take no weights, and the message says how to start them; or the folder for
+                weights can't be written to.
         """
         self._broken, self._loads = f"loading version {version} failed", self._loads + 1
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=self._under))
+            try:
+                self._folder = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=self._under))
+            except OSError as error:
+                raise RequestError(f"rollout.weights_dir: can't write to {self._under}: {error.strerror}") from error
         if self.kept is not None:
             shutil.rmtree(self.kept, ignore_errors=True)
         self.kept, form = self._folder / f"{self._loads}-{version}", dict[str, Tensor]()

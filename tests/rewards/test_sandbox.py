@@ -87,7 +87,7 @@ def test_ordinary_programs_run_everywhere(name: str, layers: Any, monkeypatch: p
     if layers == ("audit",) and name == "asyncio":
         pytest.skip("the Python fence refuses its socket pair")
     use(layers, monkeypatch)
-    assert prints(ORDINARY[name]) == "6"
+    assert prints(ORDINARY[name], timeout=60.0) == "6"
 
 
 FILES = {

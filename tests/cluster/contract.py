@@ -240,25 +240,19 @@ ALONE = [
     check_a_factory_that_raises,
     check_tensors_go_and_come,
 ]
-TOGETHER = [
+_CALLS = [
     check_each_worker_is_its_own,
     check_errors_say_where,
     check_what_cannot_be_sent,
     check_peers_call_one_another,
     check_workers_that_all_wait_for_each_other,
     check_large_tensors_between_peers,
+]
+TOGETHER = [
+    *_CALLS,
     check_a_torch_world,
     check_a_killed_worker_ends_every_call,
     check_close_ends_the_processes,
     check_a_factory_that_raises_among_others,
 ]
-CALLS_ONLY = [
-    check_exceptions_keep_kind_message_and_place,
-    check_tensors_go_and_come,
-    check_each_worker_is_its_own,
-    check_errors_say_where,
-    check_what_cannot_be_sent,
-    check_peers_call_one_another,
-    check_workers_that_all_wait_for_each_other,
-    check_large_tensors_between_peers,
-]
+CALLS_ONLY = [check_exceptions_keep_kind_message_and_place, check_tensors_go_and_come, *_CALLS]

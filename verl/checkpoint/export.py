@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from transformers import (
 
 from verl.checkpoint.store import Checkpoint
 from verl.checkpoint.tensorfile import TensorFile, read_tensors
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import RequestError, RunError, writing
 from verl.config.model import ModelConfig
 from verl.models.adapters import base_of, is_adapter_folder
 from verl.models.decoder import adapted, adapter_tensors
 from verl.models.factory import eos_ids
 from verl.models.scorer import is_scorer
 
+_ELSEWHERE = "name a folder that can be made"
 _KEPT = {"pad_token_id", "reward_rows"}  # what merging into a plain base would lose of the configuration
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -104,7 +104,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     Raises `RequestError` if ``out`` exists and isn't empty or can't be written, or ``checkpoint`` holds no policy,
     `RunError` naming a damaged file. ``out`` appears complete or not at all.
     """
-    with _writing(out):
+    with writing(out, advice=_ELSEWHERE):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RequestError(f"{out} exists and isn't empty")
     saved = Checkpoint.open(checkpoint)
@@ -113,7 +113,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     is_adapter = f"hf/{_ADAPTER}" in saved.files
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    with _writing(out):
+    with writing(out, advice=_ELSEWHERE):
         aside.mkdir(parents=True)
     try:
         shutil.copytree(checkpoint / "hf", aside, dirs_exist_ok=True)
@@ -130,17 +130,6 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """The disk's refusal is a `RequestError` that names ``out``."""
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(
-            f"can't write to {out}: {error.strerror or error}; name a folder that can be made"
-        ) from error
 
 
 def _write_weights(weights: Path, folder: Path) -> None:

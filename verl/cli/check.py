@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import transformers
 from rich.console import Console
 from rich.markup import escape
 
+from verl.cli.train import hush
 from verl.config.run import RunConfig
 from verl.trainer.check import check as look
 
@@ -15,8 +15,7 @@ MARKS = {"ok": "[green]ok   [/]", "look": "[yellow]look [/]", "wrong": "[red]WRO
 
 
 def check(load: Callable[..., RunConfig], rows: int) -> int:
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     console = Console(highlight=False, soft_wrap=True)
     what, findings = look(load, rows)
     console.print(what)

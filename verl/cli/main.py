@@ -110,7 +110,7 @@ def check(
     from verl.config.load import load_config
 
     load = partial(load_config, config, overrides or [])
-    load()
+    load()  # what is wrong with it is told before the imports, which take seconds
     with quick_imports():
         from verl.cli.check import check as run
 

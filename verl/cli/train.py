@@ -39,8 +39,7 @@ def resume(cfg: RunConfig, *, allow_changes: bool = False) -> int:
 
 
 def _train(run: Run, checkpoint: Checkpoint | None, **how: bool) -> int:
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     console = Console()
     with run:
         run.prepare(checkpoint, **how)
@@ -107,8 +106,7 @@ def evaluate(cfg: RunConfig) -> None:
     """Held-out accuracy of the configured model, without training; nothing is written but a table."""
     if cfg.eval.dataset is None:
         raise RequestError("eval.dataset is not set: name the held-out prompts, e.g. eval.dataset=data/test.jsonl")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     console = Console()
     with Run(cfg, console=False) as run:
         run.prepare(write=False)
@@ -116,3 +114,9 @@ def evaluate(cfg: RunConfig) -> None:
     for name, value in result.metrics.items():
         console.print(f"{name:<24}{value:.4g}", highlight=False)
     _print_answers(console, None, result.answers)
+
+
+def hush() -> None:
+    """What transformers tells of each loading isn't what the user of a command asked."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

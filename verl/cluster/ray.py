@@ -18,15 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from verl.cluster.group import CALLS, Context, Factory, Peer, Place, Spec, WorkerLost, portable
-from verl.cluster.imports import quick_imports
 from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
 from verl.cluster.processes import sendable
-from verl.cluster.serve import START, log_to_stderr, told_when_slow
+from verl.cluster.serve import START, log_to_stderr, make
 from verl.config.errors import RequestError
 
 try:
@@ -298,12 +296,10 @@ class _Worker:
                 raise ValueError(f"worker {rank} doesn't exist: there are {len(actors)}")
             return _Peer(actors[rank], places[rank])
 
-        def make() -> None:
-            with told_when_slow(), quick_imports():
-                factory, args = cloudpickle.loads(made)
-                self._object = factory(Context(self._place.rank, len(places), self._device, peer, meet), *args)
+        def begin() -> None:
+            self._object = make(made, Context(self._place.rank, len(places), self._device, peer, meet))
 
-        return await self._answer(self._asks, make)
+        return await self._answer(self._asks, begin)
 
     async def call(self, parts: Parts) -> Reply:
         return await self._answer(self._calls, lambda: self._method(parts))

@@ -78,6 +78,13 @@ def told_when_slow(seconds: float = 60.0) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+def make(made: bytes, context: Context) -> Any:
+    """The object of a pickled factory and its arguments, which bring most of a worker's imports along."""
+    with told_when_slow(), quick_imports():
+        factory, args = pickle.loads(made)
+        return factory(context, *args)
+
+
 def serve(parent: int, control: int, peers: dict[int, int]) -> None:
     """The process's whole life. ``control`` and ``peers`` (by rank) are file descriptors of sockets."""
     stay_with(parent)
@@ -107,10 +114,8 @@ class _Worker:
             lost = lambda rank=rank: WorkerLost(f"worker {rank} is gone")  # noqa: E731
             link.open(self._answering(link, threads), lambda link=link, lost=lost: link.fail(lost))  # type: ignore[misc]
         try:
-            with told_when_slow(), quick_imports():
-                factory, args = pickle.loads(start.made)
-                context = Context(start.rank, start.size, start.spec.device, self._peer, start.meet)
-                self._object = factory(context, *args)
+            context = Context(start.rank, start.size, start.spec.device, self._peer, start.meet)
+            self._object = make(start.made, context)
             self._made.set()
             self._control.post(RESULT, number, dumps(None))
         except BaseException as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 
 class RequestError(ValueError):
     """What was asked can't be done: configuration, arguments or data. The message says what would be right."""
@@ -21,3 +25,16 @@ class RunError(RuntimeError):
 
 class RewardError(RunError):
     """A reward raised, timed out or returned something that is not a score."""
+
+
+@contextlib.contextmanager
+def writing(
+    folder: str | Path | None, *, key: str = "", advice: str = "", kind: type[RequestError] = RequestError
+) -> Iterator[None]:
+    """The disk's refusal becomes an error that names ``folder``, the ``key`` that asked for it, and what would do."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{key}: can't write to" if key else "can't write to"
+        told = f"{where} {folder}: {error.strerror or error}"
+        raise kind(f"{told}; {advice}" if advice else told) from error

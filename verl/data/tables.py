@@ -6,11 +6,11 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.config.errors import DataError
+from verl.config.errors import DataError, writing
 from verl.data.policies import BadRows, Encoder, Numbered
 
 if TYPE_CHECKING:
@@ -61,15 +61,8 @@ def counts_of(table: pyarrow.Table) -> dict[str, int]:
     return dict(json.loads(table.schema.metadata[b"counts"]))
 
 
-@contextmanager
-def _cache(folder: Path) -> Iterator[None]:
-    """The disk's refusal as a ``DataError`` that names the key and its folder."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"dataset_cache_dir: can't write to {folder}: {error.strerror or error}; name another folder, or null"
-        ) from error
+def _cache(folder: Path) -> AbstractContextManager[None]:
+    return writing(folder, key="dataset_cache_dir", advice="name another folder, or null", kind=DataError)
 
 
 def _chunks(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,7 +19,7 @@ START = 80  # characters of an answer that the index keeps
 _MARK = 64  # bytes before the place where reading stopped; other ones there: the file was cut back meanwhile
 
 
-class Lines:
+class Lines(ABC):
     """Whole lines of a file that grows; a line without its end waits for the next `refresh`.
 
     A file that was cut back or replaced (``verl resume``, ``--overwrite``) is read anew: ``generation`` grows.
@@ -34,9 +35,9 @@ class Lines:
         self.end, self.count, self.behind, self._last = 0, 0, 0, b""
         self.bad: list[int] = []
 
+    @abstractmethod
     def take(self, values: dict[str, Any], start: int, size: int) -> None:
         """One line's object and where it lies; ``ValueError``, ``TypeError`` or ``KeyError`` if it is another thing."""
-        raise NotImplementedError
 
     def refresh(self, limit: int = PART) -> None:
         """Read what is new, ``limit`` bytes or a little more; ``behind`` are the bytes left for the next call.

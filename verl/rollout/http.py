@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import RequestError, RunError, writing
 from verl.models.naming import check_fit
 from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
 from verl.rollout.sampling import noise_key
@@ -267,10 +267,8 @@ class HttpEngine:
         """
         self._broken, self._loads = f"loading version {version} failed", self._loads + 1
         if self._folder is None:
-            try:
+            with writing(self._under, key="rollout.weights_dir"):
                 self._folder = Path(tempfile.mkdtemp(prefix="verl-weights-", dir=self._under))
-            except OSError as error:
-                raise RequestError(f"rollout.weights_dir: can't write to {self._under}: {error.strerror}") from error
         if self.kept is not None:
             shutil.rmtree(self.kept, ignore_errors=True)
         self.kept, form = self._folder / f"{self._loads}-{version}", dict[str, Tensor]()

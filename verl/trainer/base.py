@@ -130,7 +130,7 @@ class Run:
         """
         cfg, self._allow_changes = self.cfg, allow_changes
         if write:
-            self._probe()
+            writable(self.folder)
         flow = self._flow if self._flow is not None else flow_of(cfg)
         self.plan = flow.compile(needs(cfg))
         placement = placement_of(cfg, self.plan)
@@ -177,14 +177,6 @@ class Run:
             + (f"device: {crew.device}" if crew.alone else f"{len(crew.ranks)} workers"),
         ]:
             self.say(line)
-
-    def _probe(self) -> None:
-        """``RequestError`` where the run folder can't be written to; leaves nothing there."""
-        place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        try:
-            Path(tempfile.mkdtemp(prefix=".verl-", dir=place)).rmdir()
-        except OSError as error:
-            raise RequestError(f"run_dir: can't write to {self.folder}: {error.strerror}, {place}") from error
 
     def _open_data(self) -> set[str]:
         """The feed and the held-out set; the names of the data's columns."""
@@ -599,6 +591,17 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
 
     loop.run_until_complete(cancel())
     loop.close()
+
+
+def writable(folder: Path) -> Path:
+    """The run folder, or the nearest one above it that is there; ``RequestError`` where it can't be written to. Leaves
+    nothing behind."""
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".verl-", dir=place)).rmdir()
+    except OSError as error:
+        raise RequestError(f"run_dir: can't write to {folder}: {error.strerror}, {place}") from error
+    return place
 
 
 def holds_run(folder: Path) -> bool:

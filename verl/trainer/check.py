@@ -23,9 +23,9 @@ from verl.metrics.health import GAP_BF16, GAP_FP32
 from verl.models.factory import resolve_dtype
 from verl.runtime.collect import Collected
 from verl.runtime.controller import LapResult
-from verl.trainer.base import Run
+from verl.trainer.base import Run, writable
 
-ROWS, LAPS, LR = 32, 3, 1e-4
+LAPS, LR = 3, 1e-4
 NUMBERS = (  # of a lap, that don't depend on how it was computed
     "reward/mean", "kl/mean", "policy/loss", "policy/entropy", "policy/grad_norm", "critic/loss", "critic/grad_norm",
     "critic/value_mean", "preference/accuracy", "preference/margin", "sft/nll", "distill/kl", "process_reward/loss",
@@ -46,14 +46,13 @@ class Finding:
     text: str
 
 
-def check(load: Callable[..., RunConfig], rows: int = ROWS) -> tuple[str, list[Finding]]:
+def check(load: Callable[..., RunConfig], rows: int) -> tuple[str, list[Finding]]:
     """``load(**keys)``: the run's configuration with these top-level keys on top. ``rows``: of a lap, at least.
 
     Returns what was run, in a line, and what was found. Raises as a run does.
     """
     asked = load()
-    place = next(p for p in (Path(asked.run_dir), *Path(asked.run_dir).absolute().parents) if p.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".verl-check-", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix=".verl-check-", dir=writable(Path(asked.run_dir))) as folder:
         keys = _keys(asked, rows)
         whole = load(**keys, run_dir=f"{folder}/run")
         micro = _other_micro(whole)
@@ -78,14 +77,14 @@ def check(load: Callable[..., RunConfig], rows: int = ROWS) -> tuple[str, list[F
             run.prepare(first)
             again = [run.step() for _ in laps[1:]]
         findings = [
-            *_data(feed, laps[0].metrics),
+            _data(feed, laps[0].metrics),
             *(_sampled(whole, laps, exact) if whole.algorithm.recipe.samples else ()),
-            *_gradients(laps[0].metrics, first, second),
-            *_same_numbers(
+            _gradients(laps[0].metrics, first, second),
+            _same_numbers(
                 f"micro-batches of {micro} give the gradient of {whole.micro_batch_size}", laps[:1], split,
                 1e-3 if exact else 0.05, "cpu" in plain,
             ),
-            *_same_numbers(
+            _same_numbers(
                 "a resumed run is the run that went on", laps[1:], again,
                 1e-4 if exact else 0.05, "cpu" in plain,
             ),
@@ -152,12 +151,12 @@ def _other_micro(cfg: RunConfig) -> int | None:
 # -- what is found -------------------------------------------------------------------------------------------------
 
 
-def _data(counts: Mapping[str, int], metrics: Metrics) -> Iterator[Finding]:
+def _data(counts: Mapping[str, int], metrics: Metrics) -> Finding:
     odd = {what: n for what, n in counts.items() if n and what != "kept"}
     odd |= {name: int(n) for name in ("truncated", "filtered", "bad") if (n := metrics.get(f"data/{name}"))}
     text = ", ".join([f"{counts.get('kept', 0)} kept", *(f"{n} {what}" for what, n in odd.items())])
     advice = "; verl stats tells the lengths" if odd else ""
-    yield Finding("rows of the data", "look" if odd else "ok", text + advice)
+    return Finding("rows of the data", "look" if odd else "ok", text + advice)
 
 
 def _sampled(cfg: RunConfig, laps: list[LapResult], exact: bool) -> Iterator[Finding]:
@@ -192,7 +191,7 @@ def _sampled(cfg: RunConfig, laps: list[LapResult], exact: bool) -> Iterator[Fin
     if start is not None:
         far = abs(start) > (1e-5 if exact else 0.02)
         yield Finding("the reference is the starting policy", "wrong" if far else "ok", f"KL {start:.2g} nats a token")
-    yield from _new_weights(first, second, moved, limit if comparable else None)
+    yield _new_weights(first, second, moved, limit if comparable else None)
 
 
 def _rewards(collected: Collected, metrics: Metrics) -> Finding:
@@ -218,44 +217,39 @@ def _rewards(collected: Collected, metrics: Metrics) -> Finding:
     return Finding("rewards differ", "ok", text)
 
 
-def _new_weights(first: Metrics, second: Metrics, moved: float | None, limit: float | None) -> Iterator[Finding]:
+def _new_weights(first: Metrics, second: Metrics, moved: float | None, limit: float | None) -> Finding:
     """After an optimizer step the sampler is as near to the trainer as before, which has moved away meanwhile."""
     what = "new weights reach the sampler"
     before, after = (m.get("rollout/logprob_diff_mean") for m in (first, second))
     if before is None or after is None or limit is None:
-        yield Finding(what, "unknown", "log-probabilities of sampler and trainer can't be compared")
-        return
+        return Finding(what, "unknown", "log-probabilities of sampler and trainer can't be compared")
     shift = "" if moved is None else f"the policy moved by {moved:.2g} nats a token, "
     text = f"{shift}the gap was {before:.2g} and is {after:.2g}"
     if after > 3 * before + 1e-4 * limit:
-        yield Finding(what, "wrong", text)
-    elif moved is not None and abs(moved) < MOVED:
-        yield Finding(what, "unknown", "the optimizer step didn't move the policy")
-    else:
-        yield Finding(what, "ok", text)
+        return Finding(what, "wrong", text)
+    if moved is not None and abs(moved) < MOVED:
+        return Finding(what, "unknown", "the optimizer step didn't move the policy")
+    return Finding(what, "ok", text)
 
 
-def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Iterator[Finding]:
-    norm = metrics.get("policy/grad_norm")
+def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Finding:
+    what, norm = "the gradient reaches what is trained", metrics.get("policy/grad_norm")
     bad = sum(metrics.get(f"{role}/bad_steps") or 0.0 for role in ("policy", "critic", "process_reward"))
     if bad or (norm is not None and not math.isfinite(norm)):
-        yield Finding("the gradient reaches what is trained", "wrong", f"it isn't finite in {bad:g} steps")
-        return
+        return Finding(what, "wrong", f"it isn't finite in {bad:g} steps")
     if norm == 0:
-        yield Finding("the gradient reaches what is trained", "look", "it is 0: there was nothing to learn from")
-        return
+        return Finding(what, "look", "it is 0: there was nothing to learn from")
     still, count = [], 0
     for role in ("actor", "critic", "process_reward"):
         if f"{role}.safetensors" in first.files:
             old, new = (_trained(checkpoint, role) for checkpoint in (first, second))
             count += len(old)
             still += [f"{role} {name}" for name in old if torch.equal(old[name], new[name])]
-    shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
     text = f"norm {norm:.3g}, " if norm is not None else ""
-    if still:
-        yield Finding("the gradient reaches what is trained", "look", f"{text}{len(still)} of {count} stay: {shown}")
-    else:
-        yield Finding("the gradient reaches what is trained", "ok", f"{text}all {count} tensors change")
+    if not still:
+        return Finding(what, "ok", f"{text}all {count} tensors change")
+    shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+    return Finding(what, "look", f"{text}{len(still)} of {count} stay: {shown}")
 
 
 def _trained(checkpoint: Checkpoint, role: str) -> dict[str, torch.Tensor]:
@@ -265,17 +259,13 @@ def _trained(checkpoint: Checkpoint, role: str) -> dict[str, torch.Tensor]:
     return checkpoint.tensors(role) | masters
 
 
-def _same_numbers(
-    what: str, laps: list[LapResult], others: list[LapResult], limit: float, repeats: bool
-) -> Iterator[Finding]:
+def _same_numbers(what: str, laps: list[LapResult], others: list[LapResult], limit: float, repeats: bool) -> Finding:
     """``limit``: of the relative difference: several threads may round anew each time. ``repeats``: whether what is
     sampled is the same each time; a GPU's rounding may lead to another token."""
     if not others:
-        yield Finding(what, "unknown", "there are no others")
-        return
+        return Finding(what, "unknown", "there are no others")
     if not all(map(_same_rows, laps, others)):
-        yield Finding(what, "wrong" if repeats else "unknown", "other rows were sampled")
-        return
+        return Finding(what, "wrong" if repeats else "unknown", "other rows were sampled")
     far, name = max(
         (_distance(one.metrics[name], other.metrics.get(name)), name)
         for one, other in zip(laps, others, strict=True)
@@ -283,7 +273,7 @@ def _same_numbers(
         if one.metrics.get(name) is not None
     )
     near = "to the last bit" if far == 0 else f"to {far:.1g}" + (f" ({name})" if far > limit else "")
-    yield Finding(what, "wrong" if far > limit else "ok", f"the same {near}")
+    return Finding(what, "wrong" if far > limit else "ok", f"the same {near}")
 
 
 def _same_rows(one: LapResult, other: LapResult) -> bool:

@@ -37,13 +37,14 @@ def model(
 
 
 def tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Byte-level, one token a byte, filled up with tokens that no text has; ``<end>`` is the last but one id."""
+    """Byte-level, one token a byte, filled up with tokens that no text has; ``<|endoftext|>``, which transformers would
+    add to a Qwen2 that lacks it, is the last but one id."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = alphabet + [f"<unused{i}>" for i in range(vocabulary - len(alphabet) - 2)] + ["<end>", "<pad>"]
+    words = alphabet + [f"<unused{i}>" for i in range(vocabulary - len(alphabet) - 2)] + ["<|endoftext|>", "<pad>"]
     backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<pad>")
 
 
 def save(

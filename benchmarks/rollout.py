@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import math
 import multiprocessing
@@ -147,6 +148,9 @@ def saved(kind: str, device: str, dtype: torch.dtype) -> str:
     folder = Path(tempfile.gettempdir()) / f"verl-random-{kind}-{dtype}"
     if not (folder / "tokenizer.json").exists():
         random_model.save(folder, kind, device, dtype, vocabulary(kind))
+        if device == "cuda":  # vLLM computes in another process
+            gc.collect()
+            torch.cuda.empty_cache()
     return str(folder)
 
 

@@ -6,7 +6,7 @@ Random Qwen2-shaped models (vocabulary 151,936, bf16) through ``FsdpEngine.updat
 uses: rows of prompt and response packed into micro-batches, log-probabilities and entropy, fp32 masters, AdamW,
 clipping. Each case with compiled layers and without. The rival is ``model(input_ids, labels=...)`` with sdpa on equal
 rows, which need no padding, and torch's fused AdamW on the bf16 parameters themselves (no masters: less memory, fewer
-digits).
+digits). Where TRL is installed its ``SFTTrainer`` takes such rows, too, with the same model and optimizer.
 
 Columns: *tokens* are prompt and response tokens of the rows, each counted once, per second. *6NT* is 6 x parameters (a
 tied head once) x tokens per second over the rate of a large matrix product measured in the same run. *work* counts
@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import statistics
+import tempfile
 import time
 import traceback
 from collections import defaultdict
@@ -197,6 +199,45 @@ def rival(args: argparse.Namespace, name: str) -> Result:
     return Result(name, "transformers, sdpa", tokens, 6.0 * n * tokens, 0.0, statistics.median(times), {}, first, peak)
 
 
+def trl(args: argparse.Namespace, name: str) -> Result:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    shape, _, kind = name.partition("-")
+    length, cuda = args.prompt + args.response, args.device == "cuda"
+    count, steps, times = max(1, args.tokens // length), args.steps + 2, []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            sync(args.device)
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            sync(args.device)
+            times.append(time.perf_counter() - self.start)
+
+    lm = random_model.model(shape, args.device)
+    ids = torch.randint(random_model.VOCABULARY, (steps * args.micro_batches * count, length)).tolist()
+    data = Dataset.from_list([{"input_ids": row, "labels": [-100] * args.prompt + row[args.prompt :]} for row in ids])
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        config = SFTConfig(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=count, learning_rate=1e-6,
+            gradient_accumulation_steps=args.micro_batches, gradient_checkpointing=kind == "recompute", bf16=cuda,
+            use_cpu=not cuda, optim="adamw_torch_fused", max_grad_norm=1.0, max_length=length, save_strategy="no",
+            logging_steps=steps, report_to=[],
+        )  # fmt: skip
+        SFTTrainer(
+            lm, config, train_dataset=data, processing_class=random_model.tokenizer(), callbacks=[Clock()],
+        ).train()  # fmt: skip
+    n, tokens = sum(p.numel() for p in lm.parameters()), count * args.micro_batches * length
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    took = 1e3 * statistics.median(times[2:])
+    return Result(name, "TRL's SFTTrainer", tokens, 6.0 * n * tokens, 0.0, took, {}, times[0], peak)
+
+
 def ceiling(device: str, size: int = 8192) -> float:
     """Operations per second of a bf16 product of random matrices."""
     size = size if device == "cuda" else 64
@@ -223,13 +264,15 @@ def attempts(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Resul
             yield f"{name} compile {compiled}", lambda n=name, c=compiled: product(args, n, c == "on")  # type: ignore[misc]
         if name in args.rivals:
             yield f"{name} transformers", lambda n=name: rival(args, n)  # type: ignore[misc]
+            if importlib.util.find_spec("trl"):
+                yield f"{name} TRL", lambda n=name: trl(args, n)  # type: ignore[misc]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", nargs="+", default=["1.5b", "1.5b-recompute", "7b-recompute"])
-    parser.add_argument("--rivals", nargs="*", default=["1.5b", "1.5b-recompute"], help="cases with transformers' loop")
+    parser.add_argument("--rivals", nargs="*", default=["1.5b", "1.5b-recompute"], help="cases with the others")
     parser.add_argument("--compile", nargs="+", choices=["on", "off"], default=["on", "off"])
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from verl.config.errors import RequestError
 
 Axis = Literal["pp", "dp", "cp", "tp"]
+
+
+class Piece(NamedTuple):
+    """A box of a tensor: its part from ``start`` on along each dimension; ``shape`` is the whole's."""
+
+    name: str
+    tensor: Any
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
 
 
 @dataclass(frozen=True)

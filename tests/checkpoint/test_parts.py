@@ -107,7 +107,7 @@ def test_what_the_entries_and_the_folder_must_agree_on(store):
         del entries["hf/config.json"]
 
     for damage, message in [
-        (lost, r"actor\.safetensors isn't there"),
+        (lost, r"actor\.safetensors isn't there \(do all workers share this file system\?\)"),
         (cut, r"hf/config\.json has 1 bytes, 2 were written"),
         (forgotten, r"hf/config\.json was written by nobody who said so"),
     ]:

@@ -272,7 +272,8 @@ def test_train_and_what_can_be_done_with_the_run(place, verl, model):
     _refused(verl("train", "train.yaml"), "verl resume run", "--overwrite")
     _refused(verl("train", "train.yaml", "dataset=nowhere.jsonl", "--overwrite"), "nowhere.jsonl")
     assert _steps(run) == [1, 2], "a request that is wrong must not cost the old run"
-    _refused(verl("resume", "run"), "verl resume run total_steps=4")
+    code, out, err = verl("resume", "run")
+    assert code == 0 and "verl resume run total_steps=4" in out, err
     _refused(verl("resume", "nowhere"), "nowhere", "no run directory")
     (place / "train.jsonl").write_text(json.dumps({"prompt": "xa", "answer": "a"}) + "\n")
     _refused(verl("resume", "run", "total_steps=3"), "data set")
@@ -303,7 +304,9 @@ def test_an_exported_adapter_is_merged(place, verl):
     keys = ["actor_model_config.use_lora=true", "total_steps=null", "total_epochs=0.3"]
     code, _, err = verl("train", "train.yaml", *keys)
     assert code == 0, err
-    _refused(verl("resume", "run"), "has done all its 1 steps", "verl resume run total_epochs=0.6")
+    code, out, _ = verl("resume", "run")  # whoever repeats it until all is done comes to an end
+    assert code == 0 and "has done all its 1 steps" in out and "verl resume run total_epochs=0.6" in out
+    _refused(verl("resume", "run", "total_epochs=0.2"), "has done all its 1 steps", "total_epochs=0.4")
     assert verl("export", "run", "out")[0] == 0
     assert not (place / "out" / "adapter_config.json").exists()
     merged = AutoModelForCausalLM.from_pretrained("out")
@@ -331,7 +334,12 @@ def _other_tokenizer(place: Path) -> None:
     tokenizer.save_pretrained(place / "model")
 
 
+def _other_model(place: Path) -> None:
+    f_llama(seed=1).save_pretrained(place / "model")
+
+
 CHANGES = {
+    "model": (_other_model, [], ["the files of actor_model_config.model_name_or_path"]),
     "rows": (_other_rows, [], ["the data set"]),
     "template": (_other_template, [], ["the chat template"]),
     "tokenizer": (_other_tokenizer, [], ["the tokenizer"]),
@@ -362,6 +370,43 @@ def test_what_changed_since_the_checkpoint_is_said_and_can_be_allowed(change, pl
     restarted = change in ("rows", "settings")  # another order, too
     assert ("rows are drawn from the data's start" in log) == restarted
     assert verl("resume", "run", "total_steps=3")[0] == 0  # it is what the latest checkpoint was saved with
+
+
+def test_a_longer_run_says_that_its_schedule_is_another(place, verl):
+    keys = ["actor_model_config.optimizer.schedule=linear", "total_steps=1"]
+    assert verl("train", "train.yaml", *keys)[0] == 0
+    assert verl("resume", "run", "total_steps=2")[0] == 0
+    log = (place / "run" / "logs" / "controller.log").read_text()
+    assert "going on with changes: actor_model_config.optimizer.schedule linear ends at step 2 (1 then)" in log
+
+
+def test_a_wrong_request_costs_nothing(place, verl):
+    """Neither the run that it would replace nor a configuration that the run's own would replace."""
+    assert verl("train", "train.yaml", "total_steps=1")[0] == 0
+    kept = {p: p.read_bytes() for p in (place / "run").rglob("*") if p.is_file() and p.parent.name != "logs"}
+    _refused(verl("train", "train.yaml", "metrics.alarms={kl/meen: 1}", "--overwrite"), "'kl/meen'", "'kl/mean'")
+    _refused(verl("resume", "run", "total_steps=2", "metrics.alarms_below={kl/meen: 1}"), "metrics.alarms_below")
+    assert {p: p.read_bytes() for p in kept if p.name != ".lock"} == {
+        p: t for p, t in kept.items() if p.name != ".lock"
+    }
+    mine = place / "exp" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text((place / "train.yaml").read_text())
+    _refused(verl("train", "exp/config.yaml", "run_dir=exp"), "config.yaml of its own in place of exp/config.yaml")
+    assert [p.name for p in mine.parent.iterdir()] == ["config.yaml"]
+
+
+def test_checkpoints_that_are_gone_are_missed(place, verl):
+    """Where some must be there, a resume doesn't begin anew."""
+    assert verl("train", "train.yaml", "total_steps=3", "checkpoint.every_steps=1")[0] == 0
+    (place / "run" / "checkpoints").rename(place / "elsewhere")
+    _refused(
+        verl("resume", "run", "total_steps=4"), "metrics of 3 steps, and one was due every 1: is a disk not mounted"
+    )
+    assert _steps(place / "run") == [1, 2, 3]
+    (place / "elsewhere").rename(place / "run" / "checkpoints")
+    assert verl("resume", "run", "total_steps=4")[0] == 0
+    assert _steps(place / "run") == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_of_the_policy_alone_starts_another_run(place, verl):

@@ -54,6 +54,28 @@ DEVICES = [
         {"critic_model_config": {"shares": "actor"}, "device_map": {"critic": [1]}},
         ["device_map.critic is [1] and the actor has no entry", "set device_map.actor [1]"],
     ),
+    (
+        {"rollout": {"tensor_parallel_size": 2}},
+        ["rollout.tensor_parallel_size is 2, but the rollout has 1 device:", "1 or device_map.rollout [0, 1] would"],
+    ),
+    (
+        {"rollout": {"tensor_parallel_size": 2}, "device_map": {"actor": "0-2"}},
+        ["the rollout has 3 devices", "rollout.tensor_parallel_size 1 or 3 or device_map.actor 0-3 would"],
+    ),
+    (
+        {"rollout": {"tensor_parallel_size": 2}, "device_map": {"actor": ["a:0", "b:0"]},
+         "cluster": {"backend": "ray"}},
+        ["[a:0, b:0], which would share an engine, are of different nodes", "1 or device_map.actor [a:0, a:1] would"],
+    ),
+    (
+        {"rollout": {"tensor_parallel_size": 2}, "device_map": {"actor": [0], "rollout": "1-4", "reward_model": [1]},
+         "rollout_batch_size": 1},
+        ["device_map.rollout names 4 devices, 2 to a row, but a rollout has 1 row", "rollout [1, 2] or", "would"],
+    ),
+    (
+        {"rollout": {"tensor_parallel_size": 2, "engine": "native"}, "device_map": {"actor": [0, 1]}},
+        ["rollout.engine native doesn't read it; leave it out, or rollout.engine vllm"],
+    ),
     (on(0, 1, 2, tensor_parallel_size=2), [f"{TENSOR} is 2, but the actor has 3 devices", f"{TENSOR} 1 or 3 would"]),
     (actor(fsdp_config={"tensor_parallel_size": 2}), ["has 1 device:", f"{TENSOR} 1 or device_map.actor [0, 1]"]),
     (
@@ -247,6 +269,8 @@ def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
         {"device_map": {"actor": [0], "critic": "cpu:0-1"}},
         {"critic_model_config": {"shares": "actor"}, "device_map": {"actor": [0, 1], "critic": "0-1"}},
         on("0-3", tensor_parallel_size=2),
+        {"device_map": {"actor": "0-3"}, "rollout": {"tensor_parallel_size": 2}},
+        {"device_map": {"actor": 0, "rollout": "1-4"}, "rollout": {"tensor_parallel_size": 4, "engine": "vllm"}},
         on("0-3", tensor_parallel_size=2, context_parallel_size=2),
         on(0, cpu_offload=True),
         on("0-3", sharding_strategy="HYBRID_SHARD", shard_size=2, context_parallel_size=4),

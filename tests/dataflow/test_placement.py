@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.config.samples import load
@@ -30,6 +32,19 @@ def test_groups_of_their_own():
     assert placed.disjoint("actor", "critic") and not placed.disjoint("actor", "rollout")
     assert placed.hosted(1) == ("actor", "reference", "reward_model", "rollout")
     assert placed.hosted(2) == ("critic",)
+
+
+def test_devices_that_share_an_engine():
+    """The first of each group samples for all of it; the others' devices are taken, too."""
+    cfg = load(device_map={"actor": [0, 1], "rollout": "1-4"}, rollout={"tensor_parallel_size": 2})
+    placed = place(cfg, GPU, PPO)
+    assert placed.ranks("rollout") == (1, 3) and placed.spans == {1: (1, 2), 3: (3, 4)}
+    assert placed.reach("rollout") == (1, 2, 3, 4) and placed.reach("actor") == placed.ranks("actor") == (0, 1)
+    assert placed.hosted(2) == ("reward_model",) and not placed.disjoint("rollout", "actor")
+    critic = load(device_map={"actor": [0], "rollout": "1-2", "critic": [2]}, rollout={"tensor_parallel_size": 2})
+    assert not place(critic, GPU, PPO).disjoint("critic", "rollout")
+    with pytest.raises(RequestError, match="devices 3, 4 do not exist"):
+        replace(placed, roles={"rollout": (1, 3)}).check(3)
 
 
 def test_ranks_ascend_in_whatever_order_devices_are_named():

@@ -76,7 +76,7 @@ class Case:
     @property
     def alone(self) -> spread.Case:
         """In one process of FSDP."""
-        kept = {n: getattr(self, n) for n in ("model", "dtype", "cpu_offload", "optimizer", "steps")}
+        kept = {n: getattr(self, n) for n in ("model", "dtype", "optimizer", "steps")}
         return spread.Case(**kept, micro_rows=1, share_prompts=False, recompute=False)
 
 
@@ -130,6 +130,7 @@ def train(case: Case) -> dict[str, Any]:
 CASES = [
     (1, Case()),
     (2, Case(micro_rows=6)),  # rows of one prompt each on its rank: passes of both
+    (2, Case(cpu_offload=True)),
     (2, Case(cp=2)),
     (2, Case(tp=2, model="padded")),
     (2, Case(tp=2, model="qwen2", optimizer=PLAIN)),
@@ -137,7 +138,9 @@ CASES = [
     (2, Case(pp=2, model="tied")),
     (2, Case(pp=2, model="window", optimizer=PLAIN)),
     (4, Case(tp=2, pp=2, recompute=False, share_prompts=False)),
+    (4, Case(tp=2)),
     (4, Case(pp=2, micro_rows=6)),
+    (4, Case(pp=2, model="tied")),
     (4, Case(tp=2, cp=2, model="qwen3", optimizer=PLAIN)),
 ]
 
@@ -158,7 +161,7 @@ def test_the_same_numbers_as_fsdp(n, case):
     agree(alone(case), run(n, train, case))
 
 
-@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2)], ids=named)
+@pytest.mark.parametrize("case", [Case(), Case(tp=2), Case(pp=2)], ids=named)
 def test_bf16_parameters_train_on_fp32_masters(case):
     case = replace(case, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-4), steps=8)
     ranks = run(2, train, case)
@@ -172,15 +175,17 @@ def saved(case: Case, start: spread.Saved | None = None) -> spread.Saved:
     return spread.saved_by(engine(case), case.steps, mine(case), BOTH, start)
 
 
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_one_engine_saved_goes_on_on_another(dtype):
-    """FSDP alone, then two stages, then two parts of every layer; at the end as if nothing had happened."""
+def test_what_one_engine_saved_goes_on_on_another(n, dtype):
+    """FSDP alone, then two stages, then two parts of every layer; at the end as if nothing had happened. Of four ranks
+    two have the same parameters."""
     case = Case(dtype=dtype, optimizer=DECAYING, steps=2)
     straight = spread.saved(replace(case.alone, steps=6))
     first = spread.saved(case.alone)
-    second, other = run(2, saved, replace(case, pp=2), first)
-    assert other[1] == {}, "the first rank's is the whole"
-    third, _ = run(2, saved, replace(case, tp=2), second)
+    second, *others = run(n, saved, replace(case, pp=2), first)
+    assert all(other[1] == {} for other in others), "the first rank's is the whole"
+    third, *_ = run(n, saved, replace(case, tp=2), second)
     loose = 0.05 if dtype == "bfloat16" else 2e-5
     assert third[2] == straight[2]
     for ours, theirs in zip(third[:2], straight[:2], strict=True):
@@ -189,11 +194,19 @@ def test_what_one_engine_saved_goes_on_on_another(dtype):
             torch.testing.assert_close(tensor, theirs[name], atol=loose, rtol=loose, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("case", [Case(tp=2, model="qwen3"), Case(pp=2, model="tied", dtype="bfloat16")], ids=named)
-def test_on_the_same_ranks_it_goes_on_bit_for_bit(case):
+GOING_ON = [
+    (2, Case()),
+    (2, Case(tp=2, model="qwen3")),
+    (2, Case(pp=2, model="tied", dtype="bfloat16")),
+    (4, Case(pp=2, model="tied", dtype="bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("n", "case"), GOING_ON, ids=named)
+def test_on_the_same_ranks_it_goes_on_bit_for_bit(n, case):
     case = replace(case, optimizer=DECAYING, steps=2)
-    straight = run(2, saved, replace(case, steps=4))[0]
-    again = run(2, saved, case, run(2, saved, case)[0])[0]
+    straight = run(n, saved, replace(case, steps=4))[0]
+    again = run(n, saved, case, run(n, saved, case)[0])[0]
     for ours, theirs in zip(again[:2], straight[:2], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
@@ -272,8 +285,10 @@ def spoiled(case: Case, poison: dict[str, int]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("poison", "skipped"), [({"masked": 0}, "empty"), ({"nan": 5}, "nonfinite")])
-def test_all_stages_agree_to_take_no_step(poison, skipped):
-    assert run(2, spoiled, Case(pp=2), poison) == [[skipped, True]] * 2
+@pytest.mark.parametrize("case", [Case(), Case(pp=2)], ids=named)
+def test_all_ranks_agree_to_take_no_step(case, poison, skipped):
+    """Only one of two ranks holds the row with the NaN, or sees it first."""
+    assert run(2, spoiled, case, poison) == [[skipped, True]] * 2
 
 
 def test_who_does_not_use_megatron_does_not_import_it():

@@ -43,6 +43,8 @@ BOTH_KINDS = "cpu:gloo,cuda:nccl"
         (Case(pp=2, model="tied"), 1e-4),
         (Case(cp=2, model="qwen3", optimizer=PLAIN), 1e-4),
         (Case(tp=2, cpu_offload=True), 1e-4),
+        (Case(cpu_offload=True), 1e-4),
+        (Case(dtype="bfloat16", optimizer=PLAIN), 0.06),
         (Case(tp=2, dtype="bfloat16", optimizer=PLAIN), 0.06),
         (Case(pp=2, dtype="bfloat16", optimizer=PLAIN), 0.06),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import time
 import urllib.request
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from verl.config.errors import RequestError, RunError
 from verl.metrics.record import Recorder, Sample
-from verl.metrics.sinks import ALWAYS, ConsoleSink, JsonlSink, PrometheusSink, SampleWriter, TensorBoardSink
+from verl.metrics.sinks import ALWAYS, ConsoleSink, JsonlSink, PrometheusSink, SampleWriter, Screen, TensorBoardSink
 
 LAP = {
     "reward/mean": 0.25,
@@ -95,6 +97,58 @@ def test_resume_cuts_later_steps_and_a_torn_line(tmp_path):
     assert steps(path) == [0, 1, 2, 3]
     JsonlSink(path).close()
     assert path.read_text() == ""
+
+
+def test_lines_that_cannot_be_read_cost_no_others(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    good = ['{"step": 0}\n', '{"step": 1}\n', '{"step": 2}\n', '{"step": 3}\n']
+    path.write_bytes((good[0] + good[1]).encode() + b"\x00\x00\xff, 7}\n[3]\n" + (good[2] + good[3]).encode())
+    JsonlSink(path, resume_step=2).close()
+    assert path.read_text() == "".join(good[:3]) and list(tmp_path.iterdir()) == [path]
+    assert "metrics.jsonl: 2 lines that can't be read are left out (3, 4)" in caplog.text
+
+
+def test_a_closed_pipe_does_not_end_the_run(caplog):
+    """What rich does then, in a process with such a console, is to leave it."""
+    read, write = os.pipe()
+    sink = ConsoleSink(console=Console(file=os.fdopen(write, "w")))
+    os.close(read)
+    for step in range(1, 4):
+        sink.write(step, {"time/step": 1.0})
+    end = time.monotonic() + 10
+    while "the console" not in caplog.text and time.monotonic() < end:  # another thread says it
+        time.sleep(0.01)
+    sink.write(4, {"time/step": 1.0})
+    assert caplog.text.count("the console can't be written to") == 1
+    sink.close()
+
+
+def test_a_pipe_that_nobody_reads_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(Screen, "PATIENCE", 0.2)
+    read, write = os.pipe()
+    sink = ConsoleSink(console=Console(file=os.fdopen(write, "w"), force_terminal=False))
+    start = time.monotonic()
+    for _ in range(400):
+        sink.log("x" * 1000)
+    sink.close()
+    assert time.monotonic() - start < 5
+    got = b""
+    while got.count(b"\n") < 100:  # what was kept comes when somebody reads
+        got += os.read(read, 1 << 16)
+    assert set(got) == set(b"x\n")
+
+
+@pytest.mark.parametrize(
+    "console", [{"width": 60}, {"width": 110, "_environ": {"TERM": "dumb"}}], ids=["narrow", "dumb"]
+)
+def test_where_a_table_has_no_place_there_are_lines(console):
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, **console)
+    sink = ConsoleSink(10, console=console)
+    for step in (1, 2):
+        sink.write(step, LAP)
+        assert f"step {step}/10  reward" in console.file.getvalue()
+    sink.close()
+    assert console.file.getvalue().count("\n") == 2
 
 
 def test_resume_without_a_file_starts_one(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,14 @@ def backtrack(response: str) -> float:
 def die(response: str) -> float:
     if response == "die":
         os._exit(7)
+    return 1.0
+
+
+def killed_once(response: str) -> float:
+    """Of the file that the response names, the first call is."""
+    if not os.path.exists(response):
+        open(response, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 
 

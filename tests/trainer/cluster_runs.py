@@ -97,7 +97,7 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def weights(folder: Path, step: int | None = None) -> dict[str, Tensor]:
     """Of all trained models, from the checkpoint of ``step`` (default: the latest)."""
     checkpoint = CheckpointStore(folder / "checkpoints", 2).load(step)
-    roles = [role for role in ("actor", "critic", "process_reward") if f"{role}.safetensors" in checkpoint.files]
+    roles = [role for role in ("actor", "critic", "process_reward") if role in checkpoint]
     assert "actor" in roles
     return {f"{role}/{name}": t for role in roles for name, t in checkpoint.tensors(role).items()}
 

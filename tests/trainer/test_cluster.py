@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -187,6 +188,18 @@ def test_a_worker_that_raises_and_one_that_stands_still(model, tmp_path, mark):
             run.step()
         assert time.monotonic() - start < 15
     assert runs.none_left(mark)
+
+
+def test_workers_that_read_other_rows_say_so(model, tmp_path):
+    """The file is another by the time that a worker reads it, or on its machine."""
+    keys = runs.ppo(model, tmp_path, **SHARED, eval={})
+    path, rows = tmp_path / "rows.jsonl", [json.dumps(row) + "\n" for row in keys["dataset"]]
+    path.write_text("".join(rows))
+    with Run(load_config(None, **keys | {"dataset": str(path)}), console=False) as run:
+        run.prepare()
+        path.write_text("".join(rows[::-1]))
+        with pytest.raises(RunError, match=r"rows \d+, .* of the training data are others here than where the run was"):
+            run.step()
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

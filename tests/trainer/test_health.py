@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.trainer.conftest import PROMPTS
@@ -62,10 +61,8 @@ def test_a_run_whose_steps_are_all_skipped_stops_with_status_1(tiny, tmp_path, c
     metrics = lines(folder / "metrics.jsonl")
     assert [line["health/warnings"] for line in metrics] == [0, 0, 1, 1]
     assert [line["policy/bad_steps"] for line in metrics] == [0, 0, 1, 1]
-    before = CheckpointStore(folder / "checkpoints", 2).load(2)
-    assert last.step == 3
-    for name, tensor in last.tensors("actor").items():
-        assert torch.equal(tensor, before.tensors("actor")[name]) and tensor.isfinite().all()
+    assert last.step == 2  # nothing was saved since
+    assert all(tensor.isfinite().all() for tensor in last.tensors("actor").values())
 
 
 def test_skipped_steps_count_over_a_resume(config, tiny, caplog):

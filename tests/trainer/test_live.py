@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import urllib.request
 
 import pytest
@@ -43,6 +45,32 @@ def test_posted_prompts_are_sampled_in_the_next_lap(keys, tmp_path):
         assert asked(run) == {"xa", "ab"}
         post(run.feed.address, [{"prompt": "bc"}, {"prompt": "cs"}])
         assert asked(run) == {"bc", "cs"}
+
+
+def test_a_signal_ends_the_wait_for_rows_and_nothing_is_lost(keys, tmp_path):
+    """The lap that waits had drawn a prompt; after the resume it is drawn again."""
+    (tmp_path / "events.jsonl").write_text('{"prompt": "xa"}\n{"prompt": "ab"}\n{"prompt": "bc"}\n')
+    rl = {"reward_fn": "tests.trainer.reward:low_ids", "rollout_batch_size": 4, "train_batch_size": 8, "group_size": 4}
+    keys["dataset"] = {"name": "live", "path": str(tmp_path / "events.jsonl"), "when_empty": "wait"}
+    cfg = load_config(None, algorithm={"name": "grpo"}, **keys, **rl)
+    with Run(cfg, console=False) as run:
+        run.prepare()
+        take, waits = run.feed.take, []
+
+        def waiting(k):
+            if run.controller.step == 1 and len(waits) == 1:
+                threading.Timer(0.2, run._on_signal, (signal.SIGTERM,)).start()
+            waits.append(k) if run.controller.step == 1 else None
+            return take(k)
+
+        run.feed.take = waiting
+        summary = run.train()
+        assert summary.stopped_by is signal.SIGTERM and summary.step == 1 and len(waits) == 2
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"prompt": "cs"}\n')
+    with Run(cfg, console=False) as run:
+        run.prepare(run.store.load())
+        assert asked(run) == {"bc", "cs"} and run.controller.step == 2
 
 
 def test_clicks_train_kto_as_they_come(keys, tmp_path):

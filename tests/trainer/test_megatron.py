@@ -26,13 +26,23 @@ def quiet(folder):
     return len(logs) == 2 and all("starts" in log and "WARNING" not in log for log in logs)
 
 
-def test_two_stages_give_the_numbers_of_one_process(alone, tmp_path, capfd):
+@pytest.mark.parametrize("axes", [{"pipeline_parallel_size": 2}, {}], ids=["stages", "data"])
+def test_two_workers_give_the_numbers_of_one_process(alone, tmp_path, capfd, axes):
     model, one = alone
-    both = finished(model, tmp_path / "two", total_steps=2, **spread(model, pipeline_parallel_size=2))
+    both = finished(model, tmp_path / "two", total_steps=2, **spread(model, **axes))
     same_numbers(both, one)
     same_weights(both, one)
     assert lines(both)[-1]["kl/mean"] > 1e-3
     assert quiet(both) and capfd.readouterr() == ("", "")
+
+
+def test_what_the_optimizers_parts_saved_goes_on_in_one_process(alone, tmp_path):
+    model, one = alone
+    first = ppo(model, tmp_path, total_steps=1)
+    train(load_config(None, **first | spread(model)))
+    both = train(load_config(None, **first | {"total_steps": 2}), resume=True)
+    same_lines(lines(both)[1:], lines(one)[1:])
+    same_weights(both, one)
 
 
 def test_a_run_goes_on_with_the_other_engine(alone, tmp_path):

@@ -49,6 +49,28 @@ def test_laps_go_on_beside_a_save_and_it_holds_the_weights_of_its_step(config, m
         assert same(run.store.load(3).tensors("actor"), weights(run))
 
 
+def test_weights_that_may_be_lost_are_not_saved(config, monkeypatch, caplog):
+    """What is due waits for a step without a gradient that isn't finite; at the end what stands stays."""
+    with Run(config(total_steps=4, checkpoint={"every_steps": 1, "keep": 1}), console=False) as run:
+        run.prepare()
+        run._more = True
+        lap, bad = run._lap, {2, 4}
+
+        def spoiled(step, **how):
+            result = lap(step, **how)
+            result.metrics["policy/bad_steps"] = float(step in bad)
+            return result
+
+        monkeypatch.setattr(run, "_lap", spoiled)
+        run.step()
+        run.step()
+        run._end_save()
+        assert run.store.steps() == [1] and "not saved: policy/bad_steps in step 2" in caplog.text
+        run.train()
+        assert run.store.steps() == [3]
+        assert "not saved at the end: policy/bad_steps in step 4" in caplog.text and "step_3" in caplog.text
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_save_that_fails_ends_the_run_and_names_what_stands(beside, config, monkeypatch):
     def fail(folder, *given, **options):

@@ -18,8 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from verl.checkpoint.parts import write_parts
 from verl.checkpoint.store import Checkpoint
-from verl.checkpoint.tensorfile import TensorFile, read_tensors
+from verl.checkpoint.tensorfile import Joined, TensorFile, read_tensors
 from verl.config.errors import RequestError, RunError, writing
 from verl.config.model import ModelConfig
 from verl.models.adapters import base_of, is_adapter_folder
@@ -117,7 +118,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
         aside.mkdir(parents=True)
     try:
         shutil.copytree(checkpoint / "hf", aside, dirs_exist_ok=True)
-        weights = checkpoint / "actor.safetensors"
+        weights = saved.tensors("actor")
         if is_adapter:
             _write_adapter(weights, aside)
             if merge:
@@ -132,29 +133,29 @@ def export(checkpoint: Path, out: Path, *, merge: bool = True, trust_remote_code
     return out
 
 
-def _write_weights(weights: Path, folder: Path) -> None:
-    """``model.safetensors``: the checkpoint's file; a tensor's second names are written out unless the model ties them.
+def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """``model.safetensors``, tensor by tensor; a tensor's second names are written out unless the model ties them.
 
     A configuration that doesn't mention tying may still mean it; then the second copy is equal and does no harm.
     """
-    tensors = read_tensors(weights)
     config = json.loads((folder / "config.json").read_text())
     tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
     by_id: dict[int, str] = {}
-    shared = [name for name in sorted(tensors) if by_id.setdefault(id(tensors[name]), name) != name]
-    if tied or not shared:
-        shutil.copyfile(weights, folder / "model.safetensors")
-        return
-    _write(tensors | {name: tensors[name].clone() for name in shared}, folder / "model.safetensors")
+    shared = [] if tied or not isinstance(tensors, dict) else sorted(tensors)
+    shared = [name for name in shared if by_id.setdefault(id(tensors[name]), name) != name]
+    _write({**tensors, **{n: tensors[n].clone() for n in shared}} if shared else tensors, folder / "model.safetensors")
 
 
-def _write_adapter(weights: Path, folder: Path) -> None:
+def _write_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
     """``adapter_model.safetensors``, names as peft wants them; an adapter put into the bare model lacks the prefix."""
     prefix = "base_model.model."
-    _write({prefix + n.removeprefix(prefix): t for n, t in read_tensors(weights).items()}, folder / _ADAPTER_WEIGHTS)
+    _write({prefix + n.removeprefix(prefix): t for n, t in weights.items()}, folder / _ADAPTER_WEIGHTS)
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    if isinstance(tensors, Joined):  # one tensor is whole at a time
+        write_parts(path.parent, {path.stem: iter(tensors.items())})
+        return
     with path.open("wb") as file:
         file.writelines(TensorFile(tensors).chunks())
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.load import dump
 from verl.config.run import RunConfig
 from verl.data import chat
+from verl.models.stored import mark
 
 # Where a run writes, how long it is and what it runs on: none of it changes what a step computes. Data, template and
 # tokenizer are compared by their content.
@@ -30,18 +31,31 @@ FREE = {
 }
 
 
-def fingerprint(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str, rows: str) -> dict[str, str]:
+MODELS = (
+    *("actor_model_config", "critic_model_config", "reward_model_config", "teacher_model_config"),
+    "process_reward_model_config",
+)
+
+
+def fingerprint(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str, rows: str) -> dict[str, Any]:
     """Plain JSON. ``data``: the data set's own mark; ``rows``: that of its tokenised rows."""
     words = copy.copy(tokenizer)
     words.chat_template = None
     template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
-    return {"data": data, "template": template, "tokenizer": chat.fingerprint(words), "rows": rows, "config": dump(cfg)}
+    named = {key: getattr(getattr(cfg, key), "model_name_or_path", None) for key in MODELS}
+    return {
+        "data": data, "template": template, "tokenizer": chat.fingerprint(words), "rows": rows, "config": dump(cfg),
+        "models": {key: mark(name) for key, name in named.items() if isinstance(name, str)},
+    }  # fmt: skip
 
 
-def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two fingerprints, for people; ``data`` stands first. None: nothing does."""
     names = {"data": "the data set", "template": "the chat template", "tokenizer": "the tokenizer"}
     found = [name for key, name in names.items() if saved[key] != now[key]]
+    marks = saved.get("models", {})
+    same = {key: now["models"].get(key) in (was, None, "") for key, was in marks.items() if was}
+    found += [f"the files of {key}.model_name_or_path" for key, alike in same.items() if not alike]
     found += _settings(yaml.safe_load(saved["config"]), yaml.safe_load(now["config"]))
     return found or ([] if saved["rows"] == now["rows"] else ["how rows become tokens"])
 

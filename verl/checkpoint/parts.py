@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from verl.checkpoint.tensorfile import RESERVED, TensorFile, TensorStream
+from verl.checkpoint.tensorfile import RESERVED, Pieces, TensorFile, TensorStream
 from verl.config.errors import RunError
 
-Part = Mapping[str, Any] | Iterator[tuple[str, Tensor]] | list | str | int | float | bool | None
+Part = Mapping[str, Any] | Pieces | Iterator[tuple[str, Tensor]] | list | str | int | float | bool | None
 Source = Path | Callable[[Path], None]
 Entry = dict[str, int]  # {"bytes": ..., "crc32": ...}
 OpenFile = Callable[[Path], BinaryIO]
@@ -45,9 +45,10 @@ def write_parts(
     Needs no store: several processes that reach the folder, on other machines too, may each write parts of their own.
 
     A part whose values are all tensors, or an iterator of names and tensors, becomes ``<part>.safetensors``, any other
-    ``<part>.json``. No more than one tensor is copied at a time, and none that lies contiguous on the CPU; an iterator
-    is asked for one after the other, part after part in the order given. Iterators are run to their ends whatever
-    fails: other ranks may take part in making their tensors, and would wait for ever.
+    ``<part>.json``. `Pieces` are one rank's part of the tensors ``PART``, under the name ``PART_N``, N the rank's
+    number. No more than one tensor is copied at a time, and none that lies contiguous on the CPU; an iterator is asked
+    for one after the other, part after part in the order given. Iterators are run to their ends whatever fails: other
+    ranks may take part in making their tensors, and would wait for ever.
 
     ``files`` maps a relative path to a file or folder to copy, or to a function that is given an empty folder to fill.
 
@@ -166,6 +167,8 @@ def _encode(part: str, value: Part) -> tuple[str, TensorFile | TensorStream | by
         raise ValueError(f"{part!r} can't name a part")
     if isinstance(value, Iterator):
         return f"{part}.safetensors", TensorStream(value)
+    if isinstance(value, Pieces):
+        return f"{part}.safetensors", TensorFile(value.tensors, value.boxes)
     if isinstance(value, Mapping) and value and all(isinstance(v, Tensor) for v in value.values()):
         return f"{part}.safetensors", TensorFile(value)
     try:

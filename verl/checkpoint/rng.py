@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ def rng_state() -> dict[str, Tensor]:
     }
 
 
-def restore_rng(state: dict[str, Tensor]) -> None:
+def restore_rng(state: Mapping[str, Tensor]) -> None:
     """Set what `rng_state` gave. On fewer GPUs than before, those that exist are set."""
     version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()

@@ -35,7 +35,7 @@ from verl.checkpoint.parts import (
     write_file,
     write_parts,
 )
-from verl.checkpoint.tensorfile import read_tensors
+from verl.checkpoint.tensorfile import Joined, read_tensors
 from verl.config.errors import RequestError, RunError
 
 MANIFEST = "manifest.json"
@@ -80,14 +80,21 @@ class Checkpoint:
         return checkpoint
 
     def __contains__(self, part: str) -> bool:
-        return f"{part}.safetensors" in self.files or f"{part}.json" in self.files
+        return f"{part}.safetensors" in self.files or f"{part}.json" in self.files or bool(self._ranks(part))
 
-    def tensors(self, part: str) -> dict[str, Tensor]:
+    def _ranks(self, part: str) -> list[Path]:
+        """Files of a part that several ranks wrote."""
+        return sorted(self.path / name for name in self.files if re.fullmatch(rf"{part}_\d+\.safetensors", name))
+
+    def tensors(self, part: str) -> Mapping[str, Tensor]:
         """A tensor part, on the CPU; names that shared memory when saved share it again.
 
-        Costs no memory of this process's own: the file is mapped (`read_tensors`). Removed checkpoints give their disk
-        space back once no such tensor is left.
+        Costs no memory of this process's own: the file is mapped (`read_tensors`). Of pieces that several ranks wrote,
+        a tensor is put together when it is asked for. Removed checkpoints give their disk space back once no such
+        tensor is left.
         """
+        if files := self._ranks(part):
+            return Joined(files)
         if f"{part}.safetensors" not in self.files and f"{part}.json" in self.files and self.json(part) == {}:
             return {}  # no tensors at all: an optimizer without state
         return read_tensors(self._file(f"{part}.safetensors"))
@@ -232,7 +239,8 @@ class CheckpointStore:
         """``RunError`` unless ``step_N``, still aside, has the files of ``entries`` in their sizes and no others."""
         folder = aside(self.folder(step))
         found = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-        faults = [f"{name} isn't there" for name in entries.keys() - found.keys()]
+        missing = entries.keys() - found.keys()
+        faults = [f"{name} isn't there (do all workers share this file system?)" for name in missing]
         faults += [f"{name} was written by nobody who said so" for name in found.keys() - entries.keys()]
         faults += [
             f"{name} has {found[name]} bytes, {entries[name]['bytes']} were written"

@@ -7,8 +7,11 @@ Format: https://huggingface.co/docs/safetensors: 8 bytes header length, JSON hea
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,8 +34,10 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _ALIASES = "aliases"  # metadata key: JSON object, name -> name of the tensor that holds the same memory
+_BOXES = "boxes"  # metadata key of a file of pieces: `Boxes`, as a JSON object
 
 
+Boxes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of pieces: the whole's shape, and their start in it
 Tensors = Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 RESERVED = 4 * 2**20  # bytes kept free for the header of a `TensorStream`: enough for about 30,000 tensors
 
@@ -42,9 +47,10 @@ class TensorFile:
 
     Names of one and the same memory (tied embeddings) are written once and are one tensor again after `read_tensors`;
     partly overlapping views are written in full, each. Raises ``TypeError`` for a tensor with no values to write.
+    ``boxes``: of tensors that are pieces, the whole's shape and where in it they begin.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], boxes: Boxes | None = None) -> None:
         first: dict[tuple, str] = {}
         aliases: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -56,7 +62,7 @@ class TensorFile:
                 continue
             table.add(name, tensor)
             self._tensors[name] = tensor
-        self._head = table.head(aliases)
+        self._head = table.head({_ALIASES: aliases} | ({} if boxes is None else {_BOXES: boxes}))
         self.size = len(self._head) + table.size
 
     def chunks(self) -> Iterator[memoryview]:
@@ -90,7 +96,7 @@ class TensorStream:
 
     def head(self) -> bytes:
         """The header, `RESERVED` bytes; more for very many tensors."""
-        return self._table.head({}, at_least=RESERVED)
+        return self._table.head({_ALIASES: {}}, at_least=RESERVED)
 
 
 class _Table:
@@ -111,12 +117,57 @@ class _Table:
         }
         self.size = end
 
-    def head(self, aliases: Mapping[str, str], at_least: int = 0) -> bytes:
+    def head(self, more: Mapping[str, Any], at_least: int = 0) -> bytes:
         """The length and the JSON table, ``at_least`` so many bytes together."""
-        metadata = {"format": "pt", _ALIASES: json.dumps(aliases)}
+        metadata = {"format": "pt"} | {key: json.dumps(value) for key, value in more.items()}
         text = json.dumps({"__metadata__": metadata, **self._entries}).encode().ljust(at_least - 8)
         text += b" " * (-len(text) % 8)  # tensor bytes start aligned
         return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One rank's part of a mapping of tensors: pieces, and where they belong."""
+
+    tensors: Mapping[str, Tensor]
+    boxes: Boxes
+
+
+class Joined(Mapping[str, Tensor]):
+    """The tensors of which files hold the pieces; each is put together when it is asked for.
+
+    Raises `RunError` for a file that is none, and for a tensor whose pieces don't make a whole.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._pieces: dict[str, list[tuple[Tensor, list[int]]]] = {}
+        self._shapes: dict[str, list[int]] = {}
+        self._files = list(files)
+        for path in self._files:
+            tensors, metadata = _read(path)
+            for name, (shape, start) in json.loads(metadata.get(_BOXES, "{}")).items():
+                self._shapes[name] = shape
+                self._pieces.setdefault(name, []).append((tensors[name], start))
+        for name, pieces in self._pieces.items():
+            found, whole = sum(piece.numel() for piece, _ in pieces), math.prod(self._shapes[name])
+            if found != whole:
+                where = self._files[0].parent
+                raise RunError(f"{where} is damaged: its files hold {found} of {name}'s {whole} values")
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, pieces = self._shapes[name], self._pieces[name]
+        if len(pieces) == 1:
+            return pieces[0][0]
+        whole = torch.empty(shape, dtype=pieces[0][0].dtype)
+        for piece, start in pieces:
+            whole[tuple(slice(at, at + n) for at, n in zip(start, piece.shape, strict=True))] = piece
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def plain(name: str, tensor: Tensor) -> Tensor:
@@ -144,6 +195,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     The tensors are a private mapping of the file: this call reads the header alone, a tensor's pages come when it is
     read, and all readers on one machine share them. A page that somebody writes to becomes a copy of theirs.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors, under all their names, and metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -152,4 +208,4 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise RunError(f"{path} is damaged or no safetensors file: {error}") from error
     for name, source in json.loads(metadata.get(_ALIASES, "{}")).items():
         tensors[name] = tensors[source]
-    return tensors
+    return tensors, metadata

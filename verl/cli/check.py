@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 
 from rich.console import Console
@@ -16,6 +18,7 @@ MARKS = {"ok": "[green]ok   [/]", "look": "[yellow]look [/]", "wrong": "[red]WRO
 
 def check(load: Callable[..., RunConfig], rows: int) -> int:
     hush()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its folder goes, too
     console = Console(highlight=False, soft_wrap=True)
     what, findings = look(load, rows)
     console.print(what)

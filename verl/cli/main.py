@@ -44,7 +44,7 @@ def train(
     with quick_imports():
         from verl.cli.train import train as run
 
-    raise typer.Exit(run(cfg, overwrite=overwrite))
+    raise typer.Exit(run(cfg, config, overwrite=overwrite))
 
 
 @app.command()
@@ -71,7 +71,7 @@ def resume(
     with quick_imports():
         from verl.cli.train import resume as go_on
 
-    raise typer.Exit(go_on(cfg, allow_changes=allow_changes))
+    raise typer.Exit(go_on(cfg, allow_changes=allow_changes, as_it_was=not overrides))
 
 
 @app.command("eval")
@@ -127,6 +127,7 @@ def export(
     from verl.checkpoint.export import export as write
     from verl.checkpoint.store import Checkpoint, CheckpointStore
 
+    store = None
     if (checkpoint / "checkpoints").is_dir():
         store = CheckpointStore(checkpoint / "checkpoints")
         last = store.latest()
@@ -134,8 +135,16 @@ def export(
             older = f"for these older weights: verl export {store.folder(last)} {out}"
             raise RunError(f"{'; '.join(skipped)}. {store.standing()}; {older}")
         checkpoint = store.load().path
-    write(checkpoint, out, merge=merge)
-    typer.echo(f"wrote {out} (step {Checkpoint.open(checkpoint, checksums=False).step})")
+    for tries in range(3):
+        try:
+            step = Checkpoint.open(checkpoint, checksums=False).step
+            write(checkpoint, out, merge=merge)
+            break
+        except Exception:  # a run that goes on has removed it meanwhile, after a newer one
+            if store is None or tries == 2 or checkpoint.exists():
+                raise
+            checkpoint = store.load().path
+    typer.echo(f"wrote {out} (step {step})")
 
 
 @app.command()

@@ -13,27 +13,47 @@ from rich.table import Table
 from verl.checkpoint.store import Checkpoint
 from verl.config.errors import RequestError
 from verl.config.run import RunConfig
-from verl.trainer.base import Answer, Run, Summary, holds_run
+from verl.metrics.sinks import last_step
+from verl.trainer.base import AllDone, Answer, Run, Summary
+from verl.trainer.folder import holds_run, quoted
 
 SHOWN = 3
 
 
-def train(cfg: RunConfig, *, overwrite: bool = False) -> int:
-    """A new run; the exit status."""
+def train(cfg: RunConfig, config: Path, *, overwrite: bool = False) -> int:
+    """A new run of the file ``config``; the exit status."""
     folder = Path(cfg.run_dir)
+    if not holds_run(folder) and config.resolve() == (folder / "config.yaml").resolve():
+        raise RequestError(
+            f"run_dir is {folder}, where a run writes a config.yaml of its own in place of {config}: name another "
+            f"folder, such as run_dir={folder / 'run'}"
+        )
     if holds_run(folder) and not overwrite:
         raise RequestError(
-            f"{folder} already holds a run: continue it with 'verl resume {folder}', name another run_dir, "
+            f"{folder} already holds a run: continue it with 'verl resume {quoted(folder)}', name another run_dir, "
             "or replace it with --overwrite"
         )
     return _train(Run(cfg), None, overwrite=overwrite)
 
 
-def resume(cfg: RunConfig, *, allow_changes: bool = False) -> int:
-    """Continue from the latest checkpoint, or from the start where none was ever saved; the exit status."""
+def resume(cfg: RunConfig, *, allow_changes: bool = False, as_it_was: bool = False) -> int:
+    """Continue from the latest checkpoint, or from the start where none was ever saved; the exit status. ``as_it_was``:
+    nothing else was asked for, so of a run that is done already that is told, and no error."""
     run = Run(cfg)
     if not run.store.empty:
-        return _train(run, run.store.load(), allow_changes=allow_changes)
+        try:
+            return _train(run, run.store.load(), allow_changes=allow_changes)
+        except AllDone as told:
+            if not as_it_was:
+                raise
+            Console().print(str(told), highlight=False, soft_wrap=True)
+            return 0
+    done, every = last_step(run.folder / "metrics.jsonl"), cfg.checkpoint.every_steps
+    if every and done > 2 * every:  # no third save begins before the first has ended
+        raise RequestError(
+            f"{run.store.root} holds no checkpoint, but {run.folder} has metrics of {done} steps, and one was due "
+            f"every {every}: is a disk not mounted? To start anew: verl train {run.folder / 'config.yaml'} --overwrite"
+        )
     Console().print(f"{run.store.root} holds no checkpoint yet: from the start", highlight=False)
     return _train(run, None)
 
@@ -46,9 +66,9 @@ def _train(run: Run, checkpoint: Checkpoint | None, **how: bool) -> int:
         summary = run.train()
     if summary.stopped_by is not None:
         if summary.step:
-            on = f"go on with: verl resume {run.folder}"
+            on = f"go on with: verl resume {quoted(run.folder)}"
             if run.cfg.checkpoint.save == "actor":
-                on = f"its weights: verl export {run.folder} OUT"
+                on = f"its weights: verl export {quoted(run.folder)} OUT"
             console.print(f"stopped after step {summary.step}; {on}", highlight=False)
         else:
             console.print("stopped before the first step; nothing was saved", highlight=False)
@@ -80,8 +100,8 @@ def _report(console: Console, run: Run, summary: Summary) -> None:
     places = {
         "metrics": folder / "metrics.jsonl",
         "samples": folder / "samples.jsonl",
-        "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
-        "checkpoint": run.store.folder(summary.step),
+        "curves": f"tensorboard --logdir {quoted(folder / 'tensorboard')}",
+        "checkpoint": run.store.folder(run.store.latest() or summary.step),
         "use it": f"verl export {folder} {folder / 'model'}",
     }
     absent = {"curves": not run.cfg.metrics.tensorboard, "samples": not run.cfg.algorithm.recipe.samples}

@@ -47,7 +47,8 @@ def stay_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a handler isn't inherited by other programs, SIG_IGN is
+    stops = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
+    for stop in stops:  # a handler isn't inherited by other programs, SIG_IGN is
         signal.signal(stop, lambda *_: None)
     faulthandler.enable()
 

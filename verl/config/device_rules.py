@@ -19,6 +19,8 @@ def faults(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
     """Every broken rule. ``roles``: those that the run has."""
     yield from _entries(cfg)
     yield from _spread(cfg, roles)
+    if "rollout" in roles:
+        yield from _engines(cfg)
     yield from _rows_for_all(cfg, roles)
     yield from modules(cfg, len(workers(cfg.device_map, roles)))
 
@@ -98,6 +100,32 @@ def _spread(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
             )
 
 
+def _engines(cfg: RunConfig) -> Iterator[Found]:
+    """How rollout engines share their devices."""
+    width, devices = cfg.rollout.tensor_parallel_size, devices_of(cfg.device_map, "rollout")
+    count, keys = max(len(devices), 1), ("rollout.tensor_parallel_size", "device_map")
+    entry = entry_of(cfg.device_map, "rollout") or "rollout"
+    if count % width:
+        near = _nearest([d for d in range(1, count + 1) if count % d == 0], width)
+        yield (
+            keys,
+            f"rollout.tensor_parallel_size is {width}, but the rollout has {count} device{'s' if count > 1 else ''}: "
+            f"it must divide them; rollout.tensor_parallel_size {' or '.join(map(str, near))} or device_map.{entry} "
+            f"{_first(devices, -(-count // width) * width)} would fit",
+        )
+        return
+    for first in range(0, len(devices), width):
+        together = devices[first : first + width]
+        if len({d.node for d in together}) > 1:
+            yield (
+                keys,
+                f"rollout.tensor_parallel_size is {width}, and {written(together)}, which would share an engine, are "
+                f"of different nodes; rollout.tensor_parallel_size 1 or device_map.{entry} "
+                f"{_first(together[:1], width)} would fit",
+            )
+            return
+
+
 def _uneven(role: str, devices: list[Device], key: str, fsdp: FsdpConfig, has: str) -> Found | None:
     """Devices that don't divide by those that compute the same rows."""
     block, before = 1, list[str]()
@@ -159,6 +187,8 @@ def _rows_for_all(cfg: RunConfig, roles: Collection[str]) -> Iterator[Found]:
         fsdp = model.fsdp_config if model is not None else FsdpConfig()
         # devices that compute the same rows
         alike = fsdp.tensor_parallel_size * fsdp.context_parallel_size * fsdp.pipeline_parallel_size
+        if role == "rollout":
+            alike = cfg.rollout.tensor_parallel_size
         devices = devices_of(cfg.device_map, role)
         rows, each, name = (words.rollout_batch_size, 1, "row") if sampling else (words.mini, unit, what)
         have, ranks = rows // each, len(devices) // alike

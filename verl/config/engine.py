@@ -13,7 +13,8 @@ class RolloutConfig(Section):
     """How responses are sampled."""
 
     engine: Literal["auto", "native", "vllm", "openai", "sglang"] = Field(
-        "auto", description="native (auto): ours, on the trainer's own parameters where it can; vllm: in this process; "
+        "auto", description="native (auto): ours, on the trainer's own parameters where it can; vllm (auto, where "
+        "tensor_parallel_size is above 1): in this process; "
         "openai: vLLM servers at `url`; sglang: SGLang servers at `url`; see docs/rollout.md",
     )  # fmt: skip
     url: str | list[str] | None = Field(
@@ -56,7 +57,16 @@ class RolloutConfig(Section):
         None, gt=0, examples=[4.0, 16.0],
         description="native: most GiB of keys and values on a device; rows that don't fit wait; null: no limit",
     )  # fmt: skip
-    tensor_parallel_size: Literal[1] = Field(1, description="GPUs that hold one copy of the weights")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="vllm: devices that share each engine's weights; it divides the rollout's devices"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The engine; what ``auto`` comes to."""
+        if self.engine != "auto":
+            return self.engine
+        return "native" if self.tensor_parallel_size == 1 else "vllm"
 
     @property
     def served(self) -> bool:
@@ -66,7 +76,7 @@ class RolloutConfig(Section):
     @property
     def outside(self) -> bool:
         """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
-        return self.served or self.engine == "vllm"
+        return self.served or self.kind == "vllm"
 
 
 class HybridConfig(Section):

@@ -79,9 +79,16 @@ def _engine(cfg: RunConfig) -> list[str]:
     r = cfg.rollout
     if not cfg.algorithm.recipe.samples:
         return []
-    auto = "native (rollout.engine auto: it needs no package, and no second copy where a worker holds the actor whole)"
-    told = f"rows are sampled by {auto if r.engine == 'auto' else r.engine}"
-    if (count := len(devices_of(cfg.device_map, "rollout"))) > 1:
+    why = {
+        "native": "it needs no package, and no second copy where a worker holds the actor whole",
+        "vllm": "native computes on one device, and rollout.tensor_parallel_size is above 1",
+    }
+    auto = f" (rollout.engine auto: {why.get(r.kind)})" if r.engine == "auto" else ""
+    told = f"rows are sampled by {r.kind}{auto}"
+    count, width = len(devices_of(cfg.device_map, "rollout")), r.tensor_parallel_size
+    if width > 1:
+        told += f", {_count(count // width, 'engine')} on {width} devices{' each' if count > width else ''}"
+    elif count > 1:
         told += f", an engine on each of {count} devices"
     if r.environment is not None:
         name = r.environment if isinstance(r.environment, str) else getattr(r.environment, "__name__", "a function")

@@ -334,7 +334,8 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             "http://127.0.0.1:8000 or a list of such would fit",
         )
     readers = {"url": servers, "model": r.engine == "openai", "api_key_env": servers, "weights_dir": servers}
-    readers |= {"timeout": servers, "options": r.engine == "vllm", "cache_gib": r.engine in ("auto", "native")}
+    readers |= {"timeout": servers, "cache_gib": r.kind == "native"}
+    readers |= dict.fromkeys(("options", "tensor_parallel_size"), r.kind == "vllm")
     for key in ("max_turns", "turn_timeout"):
         if _given(r, key) and r.environment is None:
             yield Violation(
@@ -344,7 +345,8 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             )
     for key, read in readers.items():
         if _given(r, key) and not read:
-            which = {"options": "vllm", "model": "openai", "cache_gib": "native"}.get(key, "openai or sglang")
+            whose = {"options": "vllm", "tensor_parallel_size": "vllm", "model": "openai", "cache_gib": "native"}
+            which = whose.get(key, "openai or sglang")
             yield Violation(
                 (f"rollout.{key}", "rollout.engine"),
                 f"rollout.{key} is given, but rollout.engine {r.engine} doesn't read it; leave it out, or "

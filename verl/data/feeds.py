@@ -14,6 +14,10 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Stopped(Exception):
+    """Rows that were waited for aren't wanted any more."""
+
+
 class Feed(Protocol[T]):
     """Prompts or examples in training order; the position is part of a checkpoint."""
 
@@ -39,6 +43,9 @@ class Feed(Protocol[T]):
         """JSON values from which ``restore`` goes on."""
 
     def restore(self, state: dict[str, Any]) -> None: ...
+
+    def stop(self) -> None:
+        """A ``take`` that waits for rows, now or later, raises `Stopped`."""
 
     def close(self) -> None:
         """Give back what the feed holds open; it is not drawn from again."""
@@ -82,6 +89,9 @@ class OrderedFeed(Generic[T]):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.order.restore(state)
+
+    def stop(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -162,6 +172,9 @@ class StreamFeed(Generic[T]):
             )
         self._kept_before = int(state["kept_before"])
         self._encoder.counts.update(state["counts"])
+
+    def stop(self) -> None:
+        pass
 
     def close(self) -> None:
         self._left = None

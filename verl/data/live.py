@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from verl.config.errors import DataError
 from verl.config.section import Section
 from verl.data.endpoint import Endpoint, is_object
+from verl.data.feeds import Stopped
 from verl.data.order import PromptOrder
 from verl.data.policies import BadRows, Encoder, Numbered
 from verl.data.sources import Broken, Row, Source, read_line
@@ -89,7 +90,7 @@ class LiveFeed(Generic[T]):
         self._order: PromptOrder | None = None  # of the repeated rows
         self._spare: list[T] = []  # of row `_latest`, where a row gives two examples and one was wanted
         self._latest = 0
-        self._news, self._closed = threading.Event(), False
+        self._news, self._closed, self._stopped = threading.Event(), False, False
         self._endpoint = None
         if source.port is not None:
             self._endpoint = Endpoint(source.port, source.file, self._refuse, self._news)
@@ -182,8 +183,11 @@ class LiveFeed(Generic[T]):
         limit = self.source.wait_timeout
         if limit is not None and time.monotonic() - since > limit:
             raise DataError(f"{self.source.file}: no new row for {limit:g} s, {missing} more are needed for the lap")
-        self._news.wait(POLL)
-        self._news.clear()
+        if not self._stopped:
+            self._news.wait(POLL)
+            self._news.clear()
+        if self._stopped:
+            raise Stopped
         if self._closed:
             raise DataError(f"{self.source.file}: the feed was closed while it waited for rows")
 
@@ -232,6 +236,10 @@ class LiveFeed(Generic[T]):
         left = int(state["spare"])
         self._spare = self._again(self._latest)[-left:] if left else []
         self._set_counts(state["counts"])
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._news.set()
 
     def close(self) -> None:
         """Close the port; a ``take`` that waits in another thread raises."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.config.devices import ROLES, Device, check_exists, devices_of, workers
 from verl.config.rules import check_modules
@@ -13,18 +13,26 @@ from verl.config.run import RunConfig
 @dataclass(frozen=True)
 class Placement:
     """``devices``: one worker each, whose rank is its place here; the actor's come first. ``roles``: role to ranks,
-    ascending."""
+    ascending. ``spans``: of a rollout's worker whose engine computes on several devices, the ranks of all of these;
+    the others of a span have no engine."""
 
     devices: tuple[Device, ...]
     roles: dict[str, tuple[int, ...]]
+    spans: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def ranks(self, role: str) -> tuple[int, ...]:
         """The workers that host a role; none, where the plan lacks it."""
         return self.roles.get(role, ())
 
+    def reach(self, role: str) -> tuple[int, ...]:
+        """Whose devices the role computes on."""
+        if role != "rollout":
+            return self.ranks(role)
+        return tuple(sorted(rank for first in self.ranks(role) for rank in self.spans.get(first, (first,))))
+
     def disjoint(self, a: str, b: str) -> bool:
-        """Whether two roles share no worker, so that neither ever waits for the other's device."""
-        return not set(self.ranks(a)) & set(self.ranks(b))
+        """Whether two roles share no device, so that neither ever waits for the other."""
+        return not set(self.reach(a)) & set(self.reach(b))
 
     def hosted(self, rank: int) -> tuple[str, ...]:
         """The roles of a worker."""
@@ -32,8 +40,8 @@ class Placement:
 
     def check(self, gpus: int) -> None:
         """``RequestError`` where this machine, which has so many ``gpus``, lacks a device; names role and device."""
-        for role, ranks in self.roles.items():
-            check_exists([self.devices[rank] for rank in ranks], gpus, role)
+        for role in self.roles:
+            check_exists([self.devices[rank] for rank in self.reach(role)], gpus, role)
 
 
 def place(cfg: RunConfig, default: Device, roles: Collection[str]) -> Placement:
@@ -49,4 +57,8 @@ def place(cfg: RunConfig, default: Device, roles: Collection[str]) -> Placement:
         for role in ROLES
         if role in roles
     }
-    return Placement(tuple(hosted), placed)
+    spans: dict[int, tuple[int, ...]] = {}
+    if (width := cfg.rollout.tensor_parallel_size) > 1 and (ranks := placed.get("rollout", ())):
+        spans = {ranks[i]: ranks[i : i + width] for i in range(0, len(ranks), width)}
+        placed["rollout"] = tuple(spans)
+    return Placement(tuple(hosted), placed, spans)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from verl.batch import Batch, Ragged
+from verl.layout import Piece
 
 LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, float]]]
 """``(outputs, micro-batch) -> (loss, statistics)``.
@@ -73,6 +74,10 @@ class TrainEngine(Protocol):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimizer: tensors by ``kind/parameter name``, whole, and what JSON can hold. With several ranks the
         first has the tensors, and the others none."""
+
+    def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
+        """What this rank saves of ``shards`` and, if asked for, of ``state``: of all ranks together, each tensor once.
+        Every rank iterates the first to its end, then the second."""
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take back what ``shards`` and ``state`` gave on any number of ranks; every rank is given all of it. On as

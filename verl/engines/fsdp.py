@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from verl.engines.base import LossFn, UpdateReport
 from verl.engines.context_parallel import Part
 from verl.engines.layers import prepare
 from verl.engines.optim import Optimizer
-from verl.engines.sharding import Sharding, distributed, whole
+from verl.engines.sharding import Sharding, distributed, piece_of, whole
 from verl.engines.share import in_batch_order, order_of, packed, padding, step, unweighted
 from verl.engines.spread import Spread
+from verl.layout import Piece
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.models.value import HIDDEN, SharedValue, Value
@@ -147,6 +148,18 @@ class FsdpEngine:
             if self.spread.first:
                 kept[name] = tensor.cpu()
         return kept, facts
+
+    def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
+        weights = ((name, tensor.detach(), tensor) for name, tensor in self.module.shards())
+        if self.optimizer is None or not optimizer:
+            return self._pieces(weights), iter(()), {}
+        return self._pieces(weights), self._pieces(self.optimizer.held()), self.optimizer.state()[1]
+
+    def _pieces(self, tensors: Iterable[tuple[str, Tensor, Tensor | None]]) -> Iterator[Piece]:
+        for name, tensor, like in tensors:
+            piece = piece_of(name, tensor, like, self.spread.mesh)
+            if piece is not None:
+                yield piece
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""

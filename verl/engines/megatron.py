@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, UpdateReport
 from verl.engines.context_parallel import Part, check_heads
+from verl.engines.distributed_optimizer import DistributedOptimizer
 from verl.engines.megatron_model import Rows, build
-from verl.engines.optim import Optimizer
 from verl.engines.pipeline import Pipeline
 from verl.engines.share import Share, in_batch_order, of_all, order_of, packed, padding, step, unweighted
 from verl.engines.vocab_parallel import token_logprobs as parallel_logprobs
-from verl.layout import Layout
+from verl.layout import Layout, Piece
 from verl.models.decoder import known
 from verl.models.logprobs import token_logprobs
 from verl.models.megatron_names import Shape, Unit, fill, join
@@ -53,9 +53,10 @@ class MegatronEngine:
     """A ``TrainEngine`` around a Llama-like policy.
 
     Ranks that differ in ``tp``, ``pp`` or ``cp`` alone are given the same rows and all get the same outputs and
-    reports; the loss function is called on the last pipeline stage. All else is as ``FsdpEngine`` has it: one reduction
-    of gradients per optimizer step, fp32 masters of bf16 parameters, numbers that don't depend on the mesh, and weights
-    and optimizer state that any engine with any mesh can take back.
+    reports; the loss function is called on the last pipeline stage. Ranks along ``dp`` hold the same parameters, but of
+    masters and optimizer state each a part of its own. All else is as ``FsdpEngine`` has it: one reduction of gradients
+    per optimizer step, fp32 masters of bf16 parameters, numbers that don't depend on the mesh, and weights and
+    optimizer state that any engine with any mesh can take back.
 
     Args:
         module: what is trained, whole or not yet read from its files (``unread``): each rank reads its part. One
@@ -92,7 +93,6 @@ class MegatronEngine:
         cuda = mesh.device_type == "cuda"
         self.device = device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.tp, self.tp_rank = mesh["tp"].size(), mesh.get_local_rank("tp")
-        self.data = mesh["dp"].size()
         self.pipeline = Pipeline(mesh.get_group("pp"), device)
         self.shape.check(self.tp, self.pipeline.stages)
         if context is not None:
@@ -109,8 +109,10 @@ class MegatronEngine:
         self._read(module)
         self.optimizer = None
         if trains:
-            named = self.parameters.items()
-            self.optimizer = Optimizer(named, optimizer, total_optimizer_steps, offload=cpu_offload)
+            named, apart = self.parameters.items(), {self._tied} if self._tied else set()
+            self.optimizer = DistributedOptimizer(
+                named, optimizer, total_optimizer_steps, mesh.get_group("dp"), apart, cpu_offload
+            )
 
     def _read(self, module: Policy) -> None:
         """Each weight's part that this rank holds."""
@@ -184,6 +186,7 @@ class MegatronEngine:
         self.model.train()
         self.pipeline.train(len(micro_batches), compute, passes.buffer)
         self.model.eval()
+        self.optimizer.reduce()
         self._reduce(self.optimizer.masters)
         square = self._square_sum(self.optimizer.masters)
         share = Share({}, 0, square) if self._again else Share(mine.stats, tokens, square)
@@ -220,7 +223,7 @@ class MegatronEngine:
         numbers = {
             kind: {name: tensor.cpu() for name, tensor in found.items()}
             for kind, found in mine.items()
-            if any(tensor.shape != self.parameters[name].shape for name, tensor in found.items())
+            if any(tensor.shape != self.optimizer.masters[name].shape for name, tensor in found.items())
         }
         of_stages: list[Any] = [None] * self.pipeline.stages
         dist.all_gather_object(of_stages, (numbers, list(mine)), group=self.pipeline.group)
@@ -232,10 +235,22 @@ class MegatronEngine:
                     whole = {run.weight: named[name] for name, local in unit.ranks[0].items() for run in local.runs}
                 else:
                     device = next(iter(self.optimizer.masters.values())).device
-                    whole = self._whole(unit, mine[kind], torch.float32, device)
+                    names = unit.ranks[0] if unit.stage == self.pipeline.stage else ()
+                    ours = {name: self.optimizer.whole(name, mine[kind][name]) for name in names}
+                    whole = self._whole(unit, ours, torch.float32, device)
                 if self.first:
                     kept |= {f"{kind}/{name}": tensor.to("cpu") for name, tensor in whole.items()}
         return kept, facts
+
+    def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
+        """As ``TrainEngine.saved``: all by the first rank."""
+        tensors, facts = self.state() if optimizer else ({}, {})
+        return self._of_first(self.shards()), self._of_first(tensors.items()), facts
+
+    def _of_first(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
+        for name, tensor in tensors:
+            if self.first:  # a gathered one is gone after its turn
+                yield Piece(name, tensor.cpu(), tuple(tensor.shape), (0,) * tensor.ndim)
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""
@@ -256,8 +271,8 @@ class MegatronEngine:
                 if not ours:
                     continue
                 if ours[0].shape == self.shape.weights[local.runs[0].weight]:
-                    mine[f"{kind}/{name}"] = part = torch.zeros(local.shape, dtype=ours[0].dtype)
-                    fill(part, local, found)
+                    fill(tensor := torch.zeros(local.shape, dtype=ours[0].dtype), local, found)
+                    mine[f"{kind}/{name}"] = self.optimizer.part(name, tensor)
                 else:
                     mine[f"{kind}/{name}"] = ours[0]
         self.optimizer.restore(mine, facts)
@@ -305,28 +320,32 @@ class MegatronEngine:
         shared = self.shape.tied and self.pipeline.stages == 1
         return self.parameters["embedding.word_embeddings.weight" if shared else "output_layer.weight"]
 
+    @property
+    def _tied(self) -> str | None:
+        """This stage's copy of what is the first one's embedding and the last one's head."""
+        ends = {0: "embedding.word_embeddings.weight", self.pipeline.stages - 1: "output_layer.weight"}
+        return ends.get(self.pipeline.stage) if self.shape.tied and len(ends) == 2 else None
+
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def _reduce(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients over all ranks that hold the same parameters; as ``Spread.reduce``."""
-        grads = {name: p.grad for name, p in masters.items() if p.grad is not None}
+        """Sum the gradients, which are sums over ``dp``, over the other ranks with the same parameters, of which these
+        have the same parts; as ``Spread.reduce``."""
+        grads = {name: p.grad for name, p in masters.items() if p.grad is not None and p.numel()}
         alike = {name: grad for name, grad in grads.items() if not self.held[name].cut}
-        for axis, size, found in (("dp", self.data, grads), ("tp", self.tp, alike)):
-            if size > 1:
-                group = self.mesh.get_group(axis)
-                for work in [dist.all_reduce(grad, group=group, async_op=True) for grad in found.values()]:
-                    work.wait()
+        if self.tp > 1:
+            group = self.mesh.get_group("tp")
+            for work in [dist.all_reduce(grad, group=group, async_op=True) for grad in alike.values()]:
+                work.wait()
         for name, grad in alike.items():
             if not name.endswith(PER_HEAD):
                 grad.div_(self.tp)
-        if self.shape.tied and self.pipeline.stages > 1 and (self.pipeline.stage == 0 or self.pipeline.last):
-            name = "embedding.word_embeddings.weight" if self.pipeline.stage == 0 else "output_layer.weight"
-            if name in grads:
-                grads[name] += self.pipeline.swap(grads[name])
+        if self._tied in grads:
+            grads[self._tied] += self.pipeline.swap(grads[self._tied])
 
     def _square_sum(self, masters: Mapping[str, nn.Parameter]) -> float:
         """This rank's part of the gradient's squared norm: what n ranks hold counts 1/n on each."""
-        shares = {name: 1 / (self.data * (1 if local.cut else self.tp)) for name, local in self.held.items()}
+        shares = {name: 1 if local.cut else 1 / self.tp for name, local in self.held.items()}
         own = [n for n, p in masters.items() if p.grad is not None and not self.held[n].copy]
         if not own:
             return 0.0

@@ -166,9 +166,14 @@ class Optimizer:
         return self._tensors(), {"step": self.step_number}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for key, tensor, like in self.held():
+            yield key, tensor if like is None else whole(tensor, like)
+
+    def held(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """What this rank has of ``state``'s tensors, each with the parameter that it is cut like (``None``: whole)."""
         for name in self._written:
             if name in self._rounded:
-                yield f"master/{name}", whole(self.masters[name].detach(), self.params[name])
+                yield f"master/{name}", self.masters[name].detach(), self.params[name]
         states = {master: state for optimizer in self._torch for master, state in optimizer.state.items()}
         for name, master in self.masters.items():
             for kind, value in moments(states.get(master, {})).items():
@@ -178,7 +183,7 @@ class Optimizer:
                     raise RunError(
                         f"the optimizer keeps {kind} of {name} as {type(value).__name__}, only tensors are saved"
                     )
-                yield f"{kind}/{name}", whole(value, self.params[name]) if value.shape == master.shape else value
+                yield f"{kind}/{name}", value, self.params[name] if value.shape == master.shape else None
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Take back what ``state`` gave, whole tensors; ``RunError`` for tensors of parameters that don't exist."""

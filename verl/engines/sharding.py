@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.config.errors import RequestError
-from verl.layout import Layout
+from verl.layout import Layout, Piece
 from verl.models.decoder import Decoder
 from verl.models.policy import Policy
 from verl.models.probe import probe
@@ -136,6 +136,24 @@ def part_of(full: Any, like: Tensor) -> Tensor:
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     mine = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return mine.to(like.device)
+
+
+def piece_of(name: str, tensor: Tensor, like: Tensor | None, mesh: DeviceMesh | None) -> Piece | None:
+    """What this rank of ``mesh`` saves of ``tensor``, its part placed like ``like``: of ranks that have the same part
+    the first has it to save, and nothing where there are no values."""
+    mine = local(tensor)
+    cut: set[str] = set()  # axes along which ranks have different parts
+    shape, start = tuple(mine.shape), (0,) * mine.ndim
+    if isinstance(like, DTensor):
+        names = like.device_mesh.mesh_dim_names or ()
+        cut = {axis for axis, p in zip(names, like.placements, strict=True) if not p.is_replicate()}
+        shape = tuple(like.shape)
+        start = tuple(compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)[1])
+    if mesh is not None:
+        at = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+        if any(place and axis not in cut for axis, place in at) or (cut and not mine.numel()):
+            return None
+    return Piece(name, mine, shape, start)
 
 
 def distributed(full: Tensor, like: Tensor) -> Tensor:

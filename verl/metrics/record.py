@@ -53,6 +53,14 @@ class SampleSink(Protocol):
     def close(self) -> None: ...
 
 
+def check_alarms(above: Iterable[str], below: Iterable[str]) -> None:
+    """``RequestError`` for the name of a limit that no metric has."""
+    for key, names in (("alarms", above), ("alarms_below", below)):
+        for name in names:
+            if find(name) is None:
+                raise RequestError(f"metrics.{key}: no metric is called {name!r}; nearest: {nearest(name)!r}")
+
+
 class Recorder:
     """Fans each step out to the sinks.
 
@@ -75,10 +83,7 @@ class Recorder:
         self._last: int | None = None
         self._warned: set[str] = set()
         self._documented: set[str] = set()
-        for key, limits in (("alarms", self._above), ("alarms_below", self._below)):
-            for name in limits:
-                if find(name) is None:
-                    raise RequestError(f"metrics.{key}: no metric is called {name!r}; nearest: {nearest(name)!r}")
+        check_alarms(self._above, self._below)
 
     def step(self, step: int, values: Mapping[str, float | None]) -> dict[str, float]:
         """Write one step and give back what was written.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import re
 import statistics
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,15 @@ from verl.config.errors import RequestError, RunError
 from verl.metrics.names import find
 from verl.metrics.record import Sample
 
+log = logging.getLogger(__name__)
+
 
 class JsonLines:
     """A file of one JSON object per line, each with its ``step``; flushed line by line.
 
     ``resume_step=k`` keeps what an earlier run wrote up to step ``k`` and cuts the rest off, a torn last line included;
-    without it an old file is replaced. Raises `RunError`, naming the file, when it can't be written.
+    lines in between that can't be read go, too, with a warning. Without it an old file is replaced. Raises `RunError`,
+    naming the file, when it can't be written.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -33,19 +39,19 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None and path.exists():
-                keep = _end_of_step(path, resume_step)
-                os.truncate(path, keep)
-                self._file = path.open("ab")
+                _cut(path, resume_step)
             else:
-                self._file = path.open("wb")
+                path.write_bytes(b"")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise RunError(f"can't open {path}: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         try:
-            self._file.write(line.encode("utf-8", errors="backslashreplace"))
-            self._file.flush()
+            data = memoryview(line.encode("utf-8", errors="backslashreplace"))
+            while data:  # a disk that fills up takes a part first
+                data = data[self._file.write(data) :]
         except OSError as error:
             raise RunError(f"can't write {self._path}: {error.strerror}") from error
 
@@ -53,18 +59,41 @@ class JsonLines:
         self._file.close()
 
 
-def _end_of_step(path: Path, step: int) -> int:
-    """Bytes up to the end of the last line of ``step`` or before it; steps only grow within a file."""
-    end = 0
+def _cut(path: Path, step: int) -> None:
+    """Keep the lines up to ``step``; steps only grow within a file."""
+    kept, end, bad = list[tuple[int, int]](), 0, list[int]()
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
+            start, end = end, end + len(line)
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
-            except (ValueError, TypeError, KeyError):  # a torn write: nothing behind it can be trusted
-                break
-            end += len(line)
-    return end
+            except (ValueError, TypeError, KeyError):
+                bad.append(number)
+                continue
+            kept.append((start, end))
+    last = kept[-1][1] if kept else 0
+    if sum(end - start for start, end in kept) == last:  # what can't be read is behind the last line of use
+        os.truncate(path, last)
+        return
+    whole = path.with_name(f".{path.name}.partial")
+    with path.open("rb") as file, whole.open("wb") as out:
+        for start, end in kept:
+            file.seek(start)
+            out.write(file.read(end - start))
+    whole.replace(path)
+    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+    log.warning("%s: %d lines that can't be read are left out (%s)", path, len(bad), shown)
+
+
+def last_step(path: Path) -> int:
+    """Of a file of JSON lines, the last that can be read; 0 without one."""
+    step = 0
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                step = int(json.loads(line)["step"])
+    return step
 
 
 # On every line of metrics.jsonl; null where the step has no such value (kl/mean without a reference, say). The second
@@ -152,8 +181,61 @@ _COMMON = (
 )
 
 
+class Screen:
+    """Who writes to the terminal, or to what stands for it: a thread, so that a pipe that nobody reads holds up nobody.
+
+    One piece of work after the other, and each is waited for unless one takes longer than ``PATIENCE`` seconds. What
+    comes while one is stuck waits for it, ``MOST`` pieces at most; later ones are lost. Where writing fails, there is
+    no screen any more; that is logged once.
+    """
+
+    PATIENCE, MOST = 2.0, 200
+
+    def __init__(self) -> None:
+        self._work: queue.Queue[tuple[Callable[[], Any], threading.Event] | None] = queue.Queue(self.MOST)
+        self._stuck: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self.gone = False
+
+    def do(self, work: Callable[[], Any]) -> None:
+        if self.gone:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="verl-screen", daemon=True)
+            self._thread.start()
+        done = threading.Event()
+        try:
+            self._work.put_nowait((work, done))
+        except queue.Full:
+            return
+        if (self._stuck is None or self._stuck.is_set()) and not done.wait(self.PATIENCE):
+            self._stuck = done
+
+    def close(self) -> None:
+        """Its thread ends after what is under way; a later ``do`` starts another."""
+        if self._thread is not None:
+            self._thread = None
+            with contextlib.suppress(queue.Full):
+                self._work.put_nowait(None)
+
+    def _serve(self) -> None:
+        while (given := self._work.get()) is not None:
+            work, done = given
+            failed = None
+            try:
+                if not self.gone:
+                    work()
+            except (OSError, ValueError, SystemExit) as error:  # rich ends a process whose pipe is closed
+                self.gone, failed = True, "nobody reads it" if isinstance(error, SystemExit) else str(error)
+            finally:
+                done.set()
+            if failed is not None:
+                log.warning("the console can't be written to (%s): the run goes on without", failed)
+
+
 class ConsoleSink:
-    """A live table of the last ``rows`` steps in a terminal, else one plain line per step.
+    """A live table of the last ``rows`` steps in a terminal (of 79 columns, which can be redrawn), else one plain line
+    per step.
 
     Text goes through `log` (or `handler`, for the ``logging`` module) and appears above the table. Steps without
     ``time/step`` (an evaluation alone) and every ``eval/*`` value are text too. ``samples``: whether the run samples
@@ -168,7 +250,8 @@ class ConsoleSink:
         rows: int = 10,
         samples: bool = True,
     ) -> None:
-        self._console = console or Console()
+        self._console, self._screen = console or Console(), Screen()
+        self._table_fits = console_fits(self._console)
         self._total = total_steps
         self._rows: deque[tuple[int, list[str]]] = deque(maxlen=rows)
         self._seconds: deque[float] = deque(maxlen=20)
@@ -185,21 +268,26 @@ class ConsoleSink:
         self._seconds.append(values["time/step"])
         cells = [form.format(values[name]) if name in values else "-" for _, name, form in self._columns]
         cells.append(self._eta(step))
-        if not self._console.is_terminal:
+        if not self._table_fits:
             headings = [heading for heading, _, _ in self._columns] + ["ETA"]
             pairs = (f"{heading} {cell}" for heading, cell in zip(headings, cells, strict=True) if cell != "-")
             self.log(f"step {self._of_total(step)}  " + "  ".join(pairs))
             return
         self._rows.append((step, cells))
+        table = self._table()
+        self._screen.do(lambda: self._draw(table))
+
+    def _draw(self, table: Table) -> None:
         if self._live is None:
             # no refresh thread: the table changes only here, and text printed meanwhile redraws it
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(self._table(), refresh=True)
+        self._live.update(table, refresh=True)
 
     def log(self, text: str) -> None:
         """Print text above the table, as it is: no markup, no highlighting, no wrapping where there's no terminal."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+        wrap = not self._table_fits
+        self._screen.do(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=wrap))
 
     def handler(self) -> logging.Handler:
         """A handler of the ``logging`` module that prints through `log`."""
@@ -207,6 +295,10 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Leave the table as it stands."""
+        self._screen.do(self._end)
+        self._screen.close()
+
+    def _end(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -228,6 +320,11 @@ class ConsoleSink:
         for step, cells in self._rows:
             table.add_row(self._of_total(step), *cells)
         return table
+
+
+def console_fits(console: Console) -> bool:
+    """Whether a table that changes in place can be shown."""
+    return console.is_terminal and not console.is_dumb_terminal and console.width >= 79
 
 
 class _ConsoleHandler(logging.Handler):

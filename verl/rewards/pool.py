@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +34,7 @@ from verl.rewards.match import Call
 START_LIMIT = 120.0  # seconds for a process to import the reward functions
 ASYNC_ROWS = 32  # rows that one process awaits side by side
 TIMED_OUT = "timed out"
+_PR_SET_PDEATHSIG = 1
 
 
 def default_size() -> int:
@@ -43,6 +45,8 @@ def default_size() -> int:
 
 def serve(handle: int) -> None:
     """A scoring process's whole life: load the functions, answer tasks, end when the other side closes."""
+    if sys.platform == "linux":  # a call that hangs doesn't outlive who asked for it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(handle)
     targets, limit = pickle.loads(connection.recv_bytes())
     try:
@@ -108,6 +112,7 @@ class _Task:
     number: int  # of the function
     calls: list[tuple[int, Call]]  # with their numbers in the job
     grace: float = 0.0  # seconds beyond the limit, for calls that stop themselves
+    again: bool = False  # a process has ended over it
 
 
 class _Process:
@@ -241,6 +246,9 @@ class _Slot:
                 self._tasks.put(_Task(task.job, task.number, [item], task.grace))
             return
         timed_out = problem == TIMED_OUT
+        if not timed_out and not task.again:  # it need not have been the call: the system kills where memory runs out
+            self._tasks.put(replace(task, again=True))
+            return
         for i in left:
             task.job.put(i, Outcome(error=None if timed_out else problem, timed_out=timed_out))
 

@@ -20,6 +20,7 @@ import gc
 import itertools
 import json
 import math
+import mmap
 import os
 import random
 import tempfile
@@ -142,7 +143,9 @@ class VllmEngine:
         max_rows: most rows decoded side by side.
         max_tokens: most tokens of a prompt with its response.
         seed: of vLLM itself; the noise of a row comes from ``Sampling.seed``.
-        tensor_parallel_size: GPUs that share the model; above 1 vLLM starts a process for each.
+        tensor_parallel_size: devices that share the model; above 1 vLLM starts a process for each, which gets its
+            part of new weights through main memory.
+        gpus: above 1, the numbers of the GPUs, as the machine gives them; the first is ``device``.
         adapter: peft's ``LoraConfig`` as a dictionary where the policy has an adapter: ``load`` then takes its tensors.
         options: more of vLLM's ``EngineArgs``, by name.
 
@@ -165,6 +168,7 @@ class VllmEngine:
         max_tokens: int,
         seed: int = 0,
         tensor_parallel_size: int = 1,
+        gpus: Sequence[str] = (),
         adapter: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -173,7 +177,7 @@ class VllmEngine:
             raise RequestError(f"max_rows is {max_rows}, must be at least 1")
         self.model, self.eos, self.tokenizer, self.max_tokens = model, eos, tokenizer, max_tokens
         self.device = torch.device(device)
-        self._way = torch.device("cpu") if tensor_parallel_size > 1 else self.device  # of weights to vLLM's workers
+        self._gpus, self._far = tuple(gpus), tensor_parallel_size > 1  # far: vLLM's workers are other processes
         self._lm, self._expected, self.adapter = _expected(model, adapter, trust_remote_code)
         self._tied = _aliases(self._lm)
         self.vocabulary = self._lm.config.get_text_config().vocab_size
@@ -215,6 +219,8 @@ class VllmEngine:
             if rank > RANKS[-1]:
                 raise RequestError(f"vLLM takes adapters up to rank {RANKS[-1]}, this one has {rank}")
             settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in RANKS if r >= rank)}
+        if self._far:
+            settings["distributed_executor_backend"] = "mp"
         if self.device.type == "cpu":
             settings |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cache_bytes(dtype, max_rows)}
         else:
@@ -451,7 +457,7 @@ class VllmEngine:
     def _load_model(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Into vLLM's model, in buckets; every tensor of the model must come once and have its shape."""
         seen: dict[str, Tensor] = {}
-        bucket: list[tuple[str, Tensor]] = []
+        bucket = _Far(self._llm) if self._far else _Near(self._llm, self.device)
         self._llm.collective_rpc(_begin)
         try:
             for name, tensor in tensors:
@@ -459,13 +465,9 @@ class VllmEngine:
                 if name in seen:
                     raise RunError(f"{name} came twice")
                 seen[name] = torch.empty_like(tensor, device="meta")
-                own = tensor.detach().to(self._way, copy=True)  # vLLM keeps it until its layer is complete
-                bucket += [(alias, own) for alias in (name, *self._tied.get(name, ()))]
-                if sum(t.nbytes for _, t in bucket) >= BUCKET:
-                    self._llm.collective_rpc(_take, args=(bucket,))
-                    bucket = []
+                bucket.put((name, *self._tied.get(name, ())), tensor.detach())
             check_fit(self._expected, seen)
-            self._llm.collective_rpc(_take, args=(bucket,))
+            bucket.empty()
         finally:  # else the next load would find half of this one
             left = self._llm.collective_rpc(_finish)
         if left := sorted({name for names in left for name in names}):
@@ -505,6 +507,10 @@ class VllmEngine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with _unchanged(self.device), self._apart():
+            if self._far:
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each wants a NUMA node
+                os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)} if self._gpus else {}
             try:
                 import vllm
                 from vllm import EngineArgs
@@ -529,7 +535,7 @@ class VllmEngine:
                 raise RunError("this process has a vLLM engine already: close it first")
             try:
                 config = EngineArgs(**settings | options).create_engine_config()
-                if self.device.index is not None:
+                if self.device.index is not None and not self._far:
                     config.device_config.device = self.device
                 self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
                 if finalizer := getattr(self._llm.engine_core, "_finalizer", None):
@@ -570,6 +576,54 @@ class VllmEngine:
         token = 2 * config.num_hidden_layers * heads * size * dtype.itemsize
         row = -(-self.max_tokens // BLOCK) * BLOCK * token
         return max(min(rows * row, CPU_CACHE), row) + BLOCK * token
+
+
+class _Near:
+    """Weights on their way to a model in this process."""
+
+    def __init__(self, llm: Any, device: torch.device) -> None:
+        self._llm, self._device = llm, device
+        self._held: list[tuple[str, Tensor]] = []
+        self._bytes = 0
+
+    def put(self, names: Sequence[str], tensor: Tensor) -> None:
+        """One tensor, which may be gone afterwards, under all its names."""
+        own = tensor.to(self._device, copy=True)  # vLLM keeps it until its layer is complete
+        self._held += [(name, own) for name in names]
+        self._bytes += own.nbytes
+        if self._bytes >= BUCKET:
+            self.empty()
+
+    def empty(self) -> None:
+        self._llm.collective_rpc(_take, args=(self._held,))
+        self._held, self._bytes = [], 0
+
+
+class _Far:
+    """Weights on their way to processes of this machine, through memory that all see. It goes with its last user."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._file = os.fdopen(os.memfd_create("verl-weights"), "r+b")
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._held: list[tuple[str, int, torch.Size, torch.dtype]] = []
+        self._bytes = 0
+
+    def put(self, names: Sequence[str], tensor: Tensor) -> None:
+        size = tensor.nbytes
+        if self._held and self._bytes + size > BUCKET:
+            self.empty()
+        if self._bytes + size > len(self._memory):
+            self._file.truncate(most := max(BUCKET, size))
+            self._memory = torch.frombuffer(mmap.mmap(self._file.fileno(), most), dtype=torch.uint8)
+        self._held += [(name, self._bytes, tensor.shape, tensor.dtype) for name in names]
+        self._memory[self._bytes : self._bytes + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._bytes += -(-size // 64) * 64
+
+    def empty(self) -> None:
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self._llm.collective_rpc(_take_shared, args=(path, len(self._memory), self._held))
+        self._held, self._bytes = [], 0
 
 
 def _expected(
@@ -640,6 +694,16 @@ def _take(worker: Any, tensors: list[tuple[str, Tensor]]) -> None:
     with torch.no_grad(), set_current_vllm_config(runner.vllm_config):
         taken = runner.get_model().load_weights(tensors)
     runner.verl_left = set() if taken is None else runner.verl_left - taken  # None: this model doesn't say
+
+
+def _take_shared(worker: Any, path: str, size: int, listed: Sequence[tuple[str, int, torch.Size, torch.dtype]]) -> None:
+    """The same from ``size`` bytes of shared memory, where each tensor begins at its number."""
+    memory = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    tensors = []
+    for name, at, shape, dtype in listed:
+        there = memory[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        tensors.append((name, there.to(worker.device, copy=True)))
+    _take(worker, tensors)
 
 
 def _finish(worker: Any) -> set[str]:

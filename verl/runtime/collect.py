@@ -33,7 +33,7 @@ from verl.rewards.rules import length as overlong
 from verl.rollout.base import Sampling
 from verl.runtime.crew import Crew
 from verl.runtime.host import gather
-from verl.runtime.orders import POOL, Accept, Ask, Put, Sampled, Shown, compact
+from verl.runtime.orders import POOL, Accept, Ask, Put, Sampled, Shown, compact, mark_of
 from verl.workers.offline import ANSWER_MASK, MISMATCHED
 from verl.workers.rollout import Draw
 
@@ -236,7 +236,7 @@ class Sampler:
             here = rank in scorers
             drawn = self._told(mine) if own else mine
             ask = Ask(drawn, first + start * n, n, sampling, max(1, feeders // len(hosts)), here)
-            async with self.crew.hold([rank]):
+            async with self.crew.hold(self.crew.placement.spans.get(rank, (rank,))):
                 told: Sampled = await self.crew.one(rank, "rollout.generate", self._step, "generate", ask)
             places = range(ask.first, ask.first + len(mine) * n)
             scores, seconds = told.scores, told.reward_seconds
@@ -262,11 +262,11 @@ class Sampler:
         merged.reward_seconds = max((part.reward_seconds for part in parts), default=0.0)
         return merged
 
-    def _told(self, draws: Sequence[Draw]) -> Sequence[Draw] | tuple[list[int], list[int]]:
+    def _told(self, draws: Sequence[Draw]) -> Sequence[Draw] | tuple[list[int], list[int], int]:
         """Draws as the hosts are told them: the training data's own, which hosts have too, as rows of it."""
         if self.crew.alone or not isinstance(self.feed, OrderedFeed):
             return draws
-        return [draw.number for draw in draws], [int(draw.prompt.id) for draw in draws]
+        return [draw.number for draw in draws], [int(draw.prompt.id) for draw in draws], mark_of(draws)
 
     async def show(self, rows: Sequence[Fact]) -> list[Shown]:
         """Texts and tokens of sampled rows, while no lap has accepted them."""

@@ -21,6 +21,7 @@ from verl.algorithms.kl import KLController
 from verl.config.errors import RunError
 from verl.config.run import RunConfig
 from verl.data.examples import Example, ExampleFeed
+from verl.data.feeds import Stopped
 from verl.data.live import LiveFeed
 from verl.data.loader import PromptFeed
 from verl.dataflow.graph import Plan
@@ -189,9 +190,13 @@ class Controller:
         self._ahead.add_done_callback(retrieved)
 
     async def _sample(self, step: int) -> Lot:
-        before = self.published
+        before, position = self.published, self.source.state()
         with located(step, "collecting"):
-            lot = await self.source.collect(step, baseline=self.plan.has("reward.baseline"))
+            try:
+                lot = await self.source.collect(step, baseline=self.plan.has("reward.baseline"))
+            except Stopped:  # as if the lap had never begun
+                self.source.restore(position)
+                raise
             self._check_versions(lot, step, before)
         lot.metrics["data/epoch"] = self.feed.epoch
         lot.metrics |= {f"data/{what}": float(n) for what, n in self.feed.counts.items() if what != "kept"}
@@ -236,7 +241,7 @@ class Controller:
         start, failed = time.time(), self._failed
         self._failed = f"publish {step}"
         with located(step, "publish"):
-            async with self.crew.hold(ranks):
+            async with self.crew.hold(sorted({*ranks, *self.crew.placement.reach("rollout")})):
                 reports: dict[int, Report] = await self.crew.each("publish", {rank: (step, DEBUG) for rank in ranks})
         self.published, self._failed = step, failed
         for rank in ranks:

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.cluster.group import WorkerGroup, WorkerLost
 from verl.config.errors import RequestError, RunError
+from verl.data.feeds import Stopped
 from verl.dataflow.placement import Placement
 from verl.runtime.host import Host, LocatedError, gather
 from verl.runtime.load import Workers
@@ -138,7 +139,7 @@ def located(step: int, during: str) -> Iterator[None]:
     """Failures name the step. Hosts say which op it was and where; of a lost one that is said here."""
     try:
         yield
-    except RequestError:
+    except (RequestError, Stopped):
         raise
     except WorkerLost as error:
         raise WorkerLost(f"step {step}, {during}: {error}") from error

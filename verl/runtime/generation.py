@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ def check_cache(cfg: RunConfig, dtype: torch.dtype) -> None:
 
 
 def rollout_engine(
-    cfg: RunConfig, policy: Policy | None, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
-) -> RolloutEngine:
-    """What samples on a host. ``policy``: whose parameters the native engine generates with.
+    cfg: RunConfig, policy: Policy | None, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype,
+    gpus: Sequence[str] = (),
+) -> RolloutEngine:  # fmt: skip
+    """What samples on a host. ``policy``: whose parameters the native engine generates with; ``gpus``: the numbers of
+    those that share an engine, as the machine has them.
 
     Raises:
         RequestError: a missing key or package, or settings that the engine refuses.
@@ -88,13 +91,14 @@ def rollout_engine(
     adapter = _adapter(actor)
     model = base_of(source) if is_adapter_folder(source) else source
     ends = _ends(model, tokenizer, actor.trust_remote_code)
-    if r.engine == "vllm":
+    if r.kind == "vllm":
         from verl.rollout.vllm import VllmEngine
 
         return VllmEngine(
             model, ends, tokenizer, device=device, dtype=dtype, max_rows=r.max_rows,
             max_tokens=cfg.max_prompt_length + cfg.max_response_length, seed=cfg.seed, adapter=adapter,
             trust_remote_code=actor.trust_remote_code, options=r.options,
+            tensor_parallel_size=r.tensor_parallel_size, gpus=gpus,
         )  # fmt: skip
     key = os.environ.get(r.api_key_env) if r.api_key_env else None
     if r.api_key_env and key is None:

@@ -28,6 +28,7 @@ from verl.checkpoint.export import model_files
 from verl.checkpoint.parts import write_parts
 from verl.checkpoint.snapshot import snapshot
 from verl.checkpoint.store import Checkpoint
+from verl.checkpoint.tensorfile import Pieces
 from verl.cluster.group import Context
 from verl.cluster.shelf import Shelf
 from verl.config.errors import RequestError, RunError
@@ -41,7 +42,7 @@ from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
 from verl.runtime.data import training_prompts
 from verl.runtime.load import Workers, load
-from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown, transfer_of
+from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown, mark_of, transfer_of
 from verl.workers.lap import Lap
 from verl.workers.rollout import Draw, Row, reward_row
 
@@ -121,14 +122,20 @@ class Host:
         """Sample, and score where that is asked for; the rows stay here, in the pool."""
         return self._await(self._generate(ask))
 
-    def _draws(self, told: Sequence[Draw] | tuple[list[int], list[int]]) -> Sequence[Draw]:
+    def _draws(self, told: Sequence[Draw] | tuple[list[int], list[int], int]) -> Sequence[Draw]:
         if not isinstance(told, tuple):
             return told
         assert self._tokenizer is not None
-        numbers, rows = told
+        numbers, rows, mark = told
         limits: Any = {"max_prompt_length": self.cfg.max_prompt_length, "overlong": self.cfg.overlong}
         prompts = self._data.chosen(rows, self._tokenizer, **limits)
-        return [Draw(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+        draws = [Draw(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+        if mark_of(draws) != mark:
+            raise RunError(
+                f"rows {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of the training data are others here "
+                "than where the run was started: every worker must read the same data, unchanged while the run lasts"
+            )
+        return draws
 
     @cached_property
     def _data(self) -> PromptDataset:
@@ -325,23 +332,28 @@ class Host:
         workers = self._ready
         parts: dict[str, Any] = {}
         facts: dict[str, Any] = {}
-        for name, engine in workers.engines.items():  # on every host in this order: shards are gathered
+        files = {}
+        for name, engine in workers.engines.items():  # on every host in this order: some gather
             if name != "actor" and not whole:
                 continue
-            first = self.context.rank == self.placement.ranks(name)[0]
-            alone = len(self.placement.ranks(name)) == 1
-            shards = {n: t if alone else t.cpu() for n, t in engine.shards() if first}
-            tensors, scalars = engine.state() if whole else ({}, {})
-            if copy:
-                shards, tensors = snapshot(shards), snapshot(tensors)
-            if first:
-                parts[name], facts[name] = shards, scalars
-                if whole:
-                    parts[f"{name}_optimizer"] = tensors
-        files = {}
-        if "actor" in parts:
-            assert workers.trained is not None
-            files["hf"] = model_files(workers.trained.lm, self._tokenizer, self.cfg.actor_model_config)
+            ranks = self.placement.ranks(name)
+            number = ranks.index(self.context.rank)
+            *pieces, scalars = engine.saved(whole)
+            for part, some in zip((name, f"{name}_optimizer")[: 1 + whole], pieces, strict=False):
+                held = list(some)
+                tensors = {piece.name: piece.tensor for piece in held}
+                if copy:
+                    tensors = snapshot(tensors)
+                if len(ranks) == 1:
+                    parts[part] = tensors
+                elif held or not number:
+                    boxes = {piece.name: (piece.shape, piece.start) for piece in held}
+                    parts[f"{part}_{number}"] = Pieces(tensors, boxes)
+            if not number:
+                facts[name] = scalars
+            if name == "actor" and not number:
+                assert workers.trained is not None
+                files["hf"] = model_files(workers.trained.lm, self._tokenizer, self.cfg.actor_model_config)
         self._unwritten = parts, files
         return facts
 
@@ -430,7 +442,7 @@ async def gather(tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     try:
         async with asyncio.TaskGroup() as group:
             started = [group.create_task(task) for task in tasks]
-    except* Exception as failures:
+    except ExceptionGroup as failures:  # Python 3.11.2 would wrap what is raised in an except*
         raise failures.exceptions[0] from None
     return [task.result() for task in started]
 

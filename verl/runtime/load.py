@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,6 +89,7 @@ def load(
         check_cache(cfg, resolve_dtype(actor_cfg.dtype, device))
     environment = environment_of(cfg, tokenizer) if "rollout" in mine else None
     meshes = _Meshes(cfg, placement, context, device)
+    gpus = _sharing(placement, context, device) if placement.spans else ()
     critic_cfg = judge_cfg = None
     if "critic" in mine:
         critic_cfg = cfg.critic_model_config or CriticConfig()
@@ -187,7 +190,8 @@ def load(
     if "rollout" in mine:
         policy = copied if copied is not None else trained
         dtype = resolve_dtype(actor_cfg.dtype, device)
-        rollout = rollout_engine(cfg, policy if isinstance(policy, Policy) else None, tokenizer, device, dtype)
+        mine_policy = policy if isinstance(policy, Policy) else None
+        rollout = rollout_engine(cfg, mine_policy, tokenizer, device, dtype, gpus)
         if (thread := getattr(rollout, "thread", None)) is not None:  # who samples and who trains take turns
             workers.compute.shutdown()
             workers.compute = thread
@@ -282,6 +286,26 @@ class _Meshes:
     def of(self, role: str) -> tuple[DeviceMesh | None, Any]:
         """The role's mesh, and this rank's group of those that share its rows."""
         return self._of.get(role, (None, None))
+
+
+def _sharing(placement: Placement, context: Context, device: torch.device) -> tuple[str, ...]:
+    """The GPUs of this rank's rollout engine, by the numbers that the machine gives them. All hosts call it.
+
+    ``RequestError``, on all hosts: an engine's devices aren't of one machine.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = str(device.index or 0)
+    mine = socket.gethostname(), listed.split(",")[int(number)] if listed and device.type == "cuda" else number
+    found: list[Any] = [mine] * context.size
+    dist.all_gather_object(found, mine)
+    for ranks in placement.spans.values():
+        if len(machines := {found[rank][0] for rank in ranks}) > 1:
+            raise RequestError(
+                f"rollout.tensor_parallel_size is {len(ranks)}, and workers {', '.join(map(str, ranks))}, which would "
+                f"share an engine, are on {len(machines)} machines ({', '.join(sorted(machines))}); "
+                "rollout.tensor_parallel_size 1 or a device_map that names their node would fit"
+            )
+    return tuple(found[rank][1] for rank in placement.spans.get(context.rank, ()))
 
 
 def _megatron() -> Any:

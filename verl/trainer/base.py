@@ -9,9 +9,7 @@ import functools
 import itertools
 import json
 import logging
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -21,7 +19,7 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.checkpoint.fingerprint import changes, fingerprint
+from verl.checkpoint.fingerprint import MODELS, changes, fingerprint
 from verl.checkpoint.parts import write_parts
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
@@ -31,12 +29,13 @@ from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
 from verl.data.examples import ExampleFeed, Examples
+from verl.data.feeds import Stopped
 from verl.data.live import is_live
 from verl.data.loader import DATASETS, Prompt, PromptDataset, PromptFeed, Prompts, open_example_set, open_prompts
 from verl.dataflow.graph import DataFlow
 from verl.metrics.health import GAP_BF16, GAP_FP32, Health
 from verl.metrics.names import member
-from verl.metrics.record import Recorder, Sample, Sink, mean_present
+from verl.metrics.record import Recorder, Sample, Sink, check_alarms, mean_present
 from verl.metrics.sinks import (
     ALWAYS,
     ALWAYS_OFFLINE,
@@ -55,6 +54,7 @@ from verl.runtime.data import source_options, training_prompts
 from verl.runtime.launch import launch, placement_of
 from verl.runtime.orders import Shown
 from verl.trainer.flows import flow_of, needs
+from verl.trainer.folder import Claim, clear, holds_run, quoted, writable, write_whole
 from verl.trainer.health import SkippedSteps, example_rows, sampled_rows, write_rows
 from verl.workers.rollout import Draw
 
@@ -92,6 +92,10 @@ class Summary:
     stopped_by: signal.Signals | None = None
 
 
+class AllDone(RequestError):
+    """There is nothing left to resume."""
+
+
 class Run:
     """One run in one run directory. Building it loads nothing; ``prepare`` does, and says what is missing."""
 
@@ -108,6 +112,8 @@ class Run:
         self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
         self._allow_changes = False
+        self._bad = ""  # why the last lap's weights aren't trusted
+        self._owed = False  # whether a save was left out for that
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None  # the latest one
         self.recorder: Recorder | None = None
@@ -129,8 +135,10 @@ class Run:
         ``allow_changes``: continue although data, template, tokenizer or settings changed since ``resume``.
         """
         cfg, self._allow_changes = self.cfg, allow_changes
+        check_alarms(cfg.metrics.alarms, cfg.metrics.alarms_below)
         if write:
             writable(self.folder)
+            self._closing.append(Claim(self.folder).drop)
         flow = self._flow if self._flow is not None else flow_of(cfg)
         self.plan = flow.compile(needs(cfg))
         placement = placement_of(cfg, self.plan)
@@ -140,9 +148,9 @@ class Run:
         self.total_steps = self._total_steps() if write else 0
         if resume is not None and resume.step >= self.total_steps:
             key = "total_epochs" if cfg.total_steps is None else "total_steps"
-            raise RequestError(
+            raise AllDone(
                 f"{self.folder} has done all its {self.total_steps} steps; to go further: "
-                f"verl resume {self.folder} {key}={2 * (getattr(cfg, key) or 1)}"
+                f"verl resume {quoted(self.folder)} {key}={2 * (getattr(cfg, key) or 1)}"
             )
         changed = self._changes(resume) if resume is not None else []
         board: PrometheusSink | None = None
@@ -241,13 +249,26 @@ class Run:
         cfg, folder = self.cfg, self.folder
         try:
             if overwrite and holds_run(folder):
-                for old in folder.iterdir():  # what lies in logs is this run's already
-                    if old.name != "logs":
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+                clear(folder)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(dump(cfg))
+            write_whole(folder / "config.yaml", dump(cfg))
         except OSError as error:
             raise RequestError(f"run_dir: can't write to {folder}: {error}") from error
+        self.console = ConsoleSink(self.total_steps, samples=cfg.algorithm.recipe.samples) if self._show else None
+        handlers: list[logging.Handler] = [
+            logging.FileHandler(folder / "logs" / "controller.log", "a" if resume_step is not None else "w")
+        ]
+        handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        if self.console is not None:
+            self._closing.append(self.console.close)
+            handlers.append(self.console.handler())
+        root = logging.getLogger("verl")
+        root.setLevel(cfg.log_level)
+        for handler in handlers:
+            self._closing.append(handler.close)
+            for logger in (root, logging.getLogger("py.warnings")):  # Python's warnings, where they are captured
+                logger.addHandler(handler)
+                self._closing.append(functools.partial(logger.removeHandler, handler))
         always = ALWAYS if cfg.algorithm.recipe.samples else ALWAYS_OFFLINE
         sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step, always)]
         samples: list[Any] = [SampleWriter(folder / "samples.jsonl", SHOWN, resume_step)]
@@ -257,21 +278,8 @@ class Run:
             samples.append(board)
         if prometheus is not None:
             sinks.append(prometheus)
-        self.console = ConsoleSink(self.total_steps, samples=cfg.algorithm.recipe.samples) if self._show else None
-        handlers: list[logging.Handler] = [
-            logging.FileHandler(folder / "logs" / "controller.log", "a" if resume_step is not None else "w")
-        ]
-        handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         if self.console is not None:
             sinks.append(self.console)
-            handlers.append(self.console.handler())
-        root = logging.getLogger("verl")
-        root.setLevel(cfg.log_level)
-        for handler in handlers:
-            self._closing.append(handler.close)
-            for logger in (root, logging.getLogger("py.warnings")):  # Python's warnings, where they are captured
-                logger.addHandler(handler)
-                self._closing.append(functools.partial(logger.removeHandler, handler))
         self._watch(folder / "metrics.jsonl")
         self._evaluations = JsonLines(folder / "eval.jsonl", resume_step)
         self._closing.append(self._evaluations.close)
@@ -320,7 +328,7 @@ class Run:
         step = self.controller.step + 1
         every = self.cfg.eval.every_steps
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
-        saves = self._save_due(step) and step < self.total_steps
+        saves = (self._save_due(step) or self._owed) and step < self.total_steps
         more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
         drawn = None if isinstance(self.controller.source, Sampler) else self.feed.state()
         result = self._lap(step, more=more, fresh=saves)
@@ -339,7 +347,12 @@ class Run:
         for role, skipped in self._skipped.by_role.items():
             if skipped >= self.cfg.metrics.max_bad_steps:
                 self._give_up(step, role, skipped, result.collected, drawn)
-        if saves:
+        bad = [n for n, value in result.metrics.items() if n.endswith("/bad_steps") and value]
+        self._bad = f"{', '.join(bad)} in step {step}: the weights may be lost" if bad else ""
+        self._owed = saves and bool(bad)
+        if self._owed:
+            log.warning("not saved: %s; the next step without is", self._bad)
+        elif saves:
             self._save(beside=self.cfg.checkpoint.beside_training and self._more)
         return result
 
@@ -426,11 +439,17 @@ class Run:
             self.before = self.evaluate()
         self._more = True
         while self.controller.step < self.total_steps and self._stop is None:
-            last = self.step().metrics
+            try:
+                last = self.step().metrics
+            except Stopped:  # a signal came while it waited for rows
+                break
         self._more = False
         self._end_save()
         if self.controller.step > 0 and self.store.latest() != self.controller.step:
-            self.save()
+            if self._bad and not self.store.empty:
+                log.warning("not saved at the end: %s. %s", self._bad, self.store.standing())
+            else:
+                self.save()
         return last
 
     def _restart(self, why: str) -> None:
@@ -483,6 +502,7 @@ class Run:
         if self._stop is not None:
             raise KeyboardInterrupt if number is signal.SIGINT else SystemExit(128 + number)
         self._stop = number
+        self.feed.stop()
         self.say(f"{number.name}: finishing this step, then saving; once more stops at once and loses the step")
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -505,6 +525,7 @@ class Run:
             parts["rng"] = rng_state()
             parts["state"] |= {
                 "controller": self.controller.state(),
+                "total_steps": self.total_steps,
                 "optimizers": optimizers,
                 "before": None if self.before is None else dataclasses.asdict(self.before),
             }
@@ -515,15 +536,15 @@ class Run:
 
     async def _write(self, step: int, folder: Path, parts: dict[str, Any], start: float, noted: float) -> None:
         try:
-            entries = await self.controller.write(str(folder))
+            entries = await self.controller.write(str(folder.absolute()))
             entries |= await asyncio.to_thread(write_parts, folder, parts)
-            path = await asyncio.to_thread(self.store.commit, step, entries)
         except RunError as error:
             self.store.abandon(step)
             raise type(error)(f"{error}. {self.store.standing()}") from error
         except Exception:
             self.store.abandon(step)
             raise
+        path = await asyncio.to_thread(self.store.commit, step, entries)
         whole, held = time.perf_counter() - start, noted - start
         waited = f", training waited {held:.1f} s of it" if whole > held + 1 else ""
         self.say(f"saved {path} in {whole:.1f} s{waited}")
@@ -549,7 +570,7 @@ class Run:
         if found and not self._allow_changes:
             raise RequestError(
                 f"changed since {checkpoint.path} was saved: {'; '.join(found)}. Put back what it was, or go on with "
-                f"what it is now: verl resume {self.folder} --allow-changes"
+                f"what it is now: verl resume {quoted(self.folder)} --allow-changes"
             )
         return found
 
@@ -560,17 +581,25 @@ class Run:
         if "the data set" in changed or any(position["data"].get(k) != start.get(k) for k in fixed):
             position |= {"data": start}
             changed.append("rows are drawn from the data's start")
+        if (then := state.get("total_steps", self.total_steps)) != self.total_steps:
+            changed += [
+                f"{key}.optimizer.schedule {section.optimizer.schedule} ends at step {self.total_steps} ({then} then)"
+                for key in MODELS
+                if (section := getattr(self.cfg, key)) is not None
+                and getattr(getattr(section, "optimizer", None), "schedule", "constant") != "constant"
+            ]
         restore_rng(checkpoint.tensors("rng"))
         self.controller.restore(position)
-        self._await(self.controller.take_back(str(checkpoint.path), state["optimizers"]))
+        self._await(self.controller.take_back(str(checkpoint.path.absolute()), state["optimizers"]))
         if state["before"] is not None:
             saved = state["before"]
             self.before = Evaluation(saved["step"], saved["metrics"], [Answer(**a) for a in saved["answers"]])
 
     def close(self) -> None:
         """Let go of threads, processes, files and the screen; a second call does nothing."""
-        while self._closing:
-            self._closing.pop()()
+        with contextlib.ExitStack() as stack:  # the last first, and each whatever the others do
+            while self._closing:
+                stack.callback(self._closing.pop(0))
         self._loop = self._saving = None
 
     def __enter__(self) -> Run:
@@ -591,22 +620,6 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
 
     loop.run_until_complete(cancel())
     loop.close()
-
-
-def writable(folder: Path) -> Path:
-    """The run folder, or the nearest one above it that is there; ``RequestError`` where it can't be written to. Leaves
-    nothing behind."""
-    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    try:
-        Path(tempfile.mkdtemp(prefix=".verl-", dir=place)).rmdir()
-    except OSError as error:
-        raise RequestError(f"run_dir: can't write to {folder}: {error.strerror}, {place}") from error
-    return place
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run has written into ``folder``."""
-    return (folder / "config.yaml").exists()
 
 
 def _question(prompt: Prompt) -> str:
@@ -657,11 +670,14 @@ def _evaluation_metrics(collected: Collected) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call ``handler`` meanwhile. Elsewhere than in the main thread Python allows no handlers."""
+    """SIGINT, SIGTERM and, unless it is ignored, SIGHUP call ``handler`` meanwhile. Elsewhere than in the main thread
+    Python allows no handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = [signal.signal(n, lambda number, _: handler(signal.Signals(number))) for n in numbers]
     try:
         yield

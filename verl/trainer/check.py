@@ -23,7 +23,8 @@ from verl.metrics.health import GAP_BF16, GAP_FP32
 from verl.models.factory import resolve_dtype
 from verl.runtime.collect import Collected
 from verl.runtime.controller import LapResult
-from verl.trainer.base import Run, writable
+from verl.trainer.base import Run
+from verl.trainer.folder import writable
 
 LAPS, LR = 3, 1e-4
 NUMBERS = (  # of a lap, that don't depend on how it was computed
@@ -256,7 +257,7 @@ def _trained(checkpoint: Checkpoint, role: str) -> dict[str, torch.Tensor]:
     """What the optimizer steps on: a step may be too small to be seen in the bf16 copy of a float32 master."""
     state = checkpoint.tensors(f"{role}_optimizer")
     masters = {name.removeprefix("master/"): t for name, t in state.items() if name.startswith("master/")}
-    return checkpoint.tensors(role) | masters
+    return {**checkpoint.tensors(role), **masters}
 
 
 def _same_numbers(what: str, laps: list[LapResult], others: list[LapResult], limit: float, repeats: bool) -> Finding:

@@ -16,7 +16,7 @@ from verl.config.run import RunConfig
 from verl.data.loader import PreferenceDataset
 from verl.rewards.pairwise import fit_reward_head
 from verl.runtime.launch import first_device
-from verl.trainer.base import holds_run
+from verl.trainer.folder import holds_run
 from verl.trainer.rl import RLTrainer, keys_of
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from verl.data.loader import TOY_PROMPTS
 from verl.dataflow.graph import DataFlow
 from verl.dataflow.nodes import Actor, Critic, Node, ProcessReward, RewardModel, Rollout, Teacher
 from verl.runtime.controller import LapResult
-from verl.trainer.base import Run, Summary, holds_run
+from verl.trainer.base import Run, Summary
+from verl.trainer.folder import holds_run
 
 _SECTIONS: dict[type[Node], str] = {
     Actor: "actor_model_config",

@@ -1,0 +1,89 @@
+"""What ranks save in pieces: together each tensor once, and whole what one rank would gather."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.ranks import run
+from tests.engines.test_fsdp import loss_fn
+from tests.engines.test_spread import DECAYING, MUON, Case, engine, mine, rows
+from verl.config.model import OptimizerConfig
+from verl.layout import Piece
+
+Told = tuple[list[Piece], list[Piece], dict[str, Any]]
+
+
+def told(case: Case) -> tuple[Told, Told]:
+    """Pieces and facts; and what is gathered, as one piece each."""
+    e = engine(case)
+    e.update(rows(), mine(case), loss_fn, case.want, 0.8)
+    weights, state, facts = e.saved(True)
+    pieces = [p._replace(tensor=p.tensor.detach().clone()) for p in weights], list(state), facts
+    assert not list(e.saved(False)[1]) and e.saved(False)[2] == {}
+    shards = [whole(name, t.detach().clone()) for name, t in e.shards()]
+    tensors, facts = e.state()
+    return pieces, (shards, [whole(name, t) for name, t in tensors.items()], facts)
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def joined(pieces: list[Piece]) -> dict[str, Tensor]:
+    """Each value must come once."""
+    found: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for name, tensor, shape, start in pieces:
+        into = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
+        count = seen.setdefault(name, torch.zeros(shape))
+        box = tuple(slice(at, at + n) for at, n in zip(start, tensor.shape, strict=True))
+        into[box] = tensor
+        count[box] += 1
+    assert all(count.eq(1).all() for count in seen.values()), {n: c for n, c in seen.items() if not c.eq(1).all()}
+    return found
+
+
+CASES = {
+    "two": (2, Case()),
+    "four": (4, Case(model="gpt2")),
+    "tensor": (4, Case(tp=2)),
+    "tensor alone": (2, Case("NO_SHARD", tp=2)),
+    "copies": (4, Case("HYBRID_SHARD", replicas=2, model="tied")),
+    "whole": (2, Case("NO_SHARD")),
+    "context": (2, Case(cp=2)),
+    "bf16": (2, Case(dtype="bfloat16")),
+    "lora": (2, Case(kind="lora")),
+    "value": (2, Case(kind="value")),
+    "shared": (2, Case(kind="shared")),
+    "muon": (2, Case(optimizer=MUON)),
+    "user's": (2, Case(optimizer=OptimizerConfig(name=torch.optim.NAdam, lr=1e-2))),
+    "8 bits": (2, Case(optimizer=OptimizerConfig(name="adamw8bit", lr=1e-2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_pieces_make_what_is_gathered(kind: str) -> None:
+    n, case = CASES[kind]
+    ranks = run(n, told, case if case.optimizer not in (None, DECAYING) else replace(case, optimizer=DECAYING))
+    for i in (0, 1):
+        expected = joined(ranks[0][1][i])
+        found = joined([piece for pieces, _ in ranks for piece in pieces[i]])
+        assert found.keys() == expected.keys() and (expected or i)
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    assert all(pieces[2] == gathered[2] == {"step": 1} for pieces, gathered in ranks)
+    if case.sharding == "FULL_SHARD" and case.kind in ("policy", "value"):
+        sizes = [sum(p.tensor.nbytes for some in pieces[:2] for p in some) for pieces, _ in ranks]
+        assert max(sizes) < 0.7 * sum(sizes) if n == 2 else max(sizes) < 0.5 * sum(sizes)
+
+
+def test_one_rank_saves_all() -> None:
+    pieces, gathered = told(Case(optimizer=DECAYING))
+    for i in (0, 1):
+        found, expected = joined(pieces[i]), joined(gathered[i])
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)

@@ -1,5 +1,6 @@
 # make demo   set up, train a small model on addition, show what it learned
 # make test   set up, run the tests
+# make test-vllm   the same for the tests that need a real vLLM
 PYTHON ?= python3
 # The build of PyTorch. On Linux, pip brings CUDA with most releases; set TORCH to the build you want.
 TORCH ?= torch==2.13.0
@@ -11,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 DEMO ?= configs/demo.yaml
 ARGS ?=
 
-.PHONY: demo test test-vllm lint bench-trl clean
+.PHONY: demo test test-vllm test-vllm-parallel lint bench-trl clean
 
 demo: $(MODEL)/config.json
 	$(BIN)/verl train $(DEMO) --overwrite $(ARGS)
@@ -22,7 +23,12 @@ test: $(VENV)/dev
 # Needs vLLM for CPUs, which wants other versions of some packages: an environment on top of the other has those.
 VLLM := .venv-vllm
 test-vllm: $(VLLM)/ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/trainer/test_engines_outside.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -k vllm tests/rollout/test_vllm.py tests/rollout/test_vllm_parallel.py \
+		tests/trainer/test_engines_outside.py tests/trainer/test_environment.py $(ARGS)
+
+# And with engines over two devices in whole runs, which takes minutes and isn't part of CI.
+test-vllm-parallel: $(VLLM)/ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/rollout/test_vllm_parallel_runs.py $(ARGS)
 
 $(VLLM)/ready: requirements-vllm.lock $(VENV)/dev
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv --without-pip $(VLLM)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import config, tiny  # noqa: F401  (fixtures)
+from tests.trainer.conftest import config, tiny, warm  # noqa: F401  (fixtures)
 from tests.trainer.test_run import PPO, same
 from verl.trainer.base import Run
 

@@ -20,7 +20,7 @@ GRPO = {"name": "grpo"}
         ({"mini_batch_size": 4, "micro_batch_size": 8}, ["micro_batch_size is 8", "must divide mini_batch_size 4"]),
         ({"group_size": 0}, ["group_size is 0", ">= 1"]),
         ({"device_map": {"actor": []}}, ["device_map", "actor has no device", "at least 1"]),
-        ({"rollout": {"tensor_parallel_size": 0}}, ["rollout.tensor_parallel_size is 0", "must be 1"]),
+        ({"rollout": {"tensor_parallel_size": 0}}, ["rollout.tensor_parallel_size is 0", ">= 1"]),
         ({"micro_batch_size": 0}, ["micro_batch_size is 0", ">= 1"]),
         ({"group_size": 1, "algorithm": GRPO}, ["group_size is 1", "needs at least 2"]),
         ({"group_size": 1, "algorithm": {"name": "rloo"}}, ["group_size is 1", "needs at least 2"]),

@@ -80,6 +80,7 @@ class Contract(RolloutContract):
     ordered = False
     greedy_temperature = 1.0
     draws = 150
+    long = 40  # a token takes milliseconds
     kind = ""
 
     @pytest.fixture(autouse=True)

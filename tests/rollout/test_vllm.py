@@ -1,8 +1,10 @@
-"""The vLLM engine keeps the contract, with a real vLLM on a CPU; and what only it promises."""
+"""The vLLM engine keeps the contract, with a real vLLM on a CPU or, where there is one, a GPU; and what only it
+promises."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import random
@@ -27,6 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.rollout.vllm_starts import quick
 from tests.rollout_contract import PROMPTS, RolloutContract, ask, collect, logprobs_of, requests
 from tests.tiny import BOS, EOS, PAD, _built
 from verl.config.errors import RequestError, RunError
@@ -37,6 +40,16 @@ from verl.rollout.vllm import VllmEngine
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+GPU = torch.cuda.is_available()
+CLOSE = 1e-4 if GPU else 1e-5  # of log-probabilities
+BLOCK = 16 if GPU else 128  # tokens of the cache's unit
+ADAPTED = torch.bfloat16 if GPU else torch.float32  # vLLM has no kernels for adapters in fp32 on a GPU
+SETTINGS: dict[str, Any] = {"device": "cuda:0" if GPU else "cpu"}
+OPTIONS: dict[str, Any] = {  # vLLM sleeps in the first engine of a process only
+    "enforce_eager": True, "gpu_memory_utilization": 0.05, "attention_backend": "TRITON_ATTN",
+    "enable_sleep_mode": False,
+} if GPU else {}  # fmt: skip
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 ROWS = 128
 IDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 
@@ -71,16 +84,18 @@ class Engines:
             lm.save_pretrained(self.folder)
             leaks = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": list(range(3, 32))}
             (self.folder / "generation_config.json").write_text(json.dumps(leaks))  # for every test of this file
-            settings: dict[str, Any] = {
-                "device": "cpu", "dtype": torch.float32, "max_rows": ROWS,
-                "max_tokens": lm.config.max_position_embeddings,
+            settings = SETTINGS | {
+                "dtype": torch.float32, "max_rows": ROWS, "max_tokens": lm.config.max_position_embeddings,
             }  # fmt: skip
-            self.engine, self.kind = VllmEngine(str(self.folder), frozenset(), None, **settings | arguments), kind
+            settings |= arguments | {"options": OPTIONS | arguments.get("options", {})}
+            with quick():
+                self.engine, self.kind = VllmEngine(str(self.folder), frozenset(), None, **settings), kind
         return self.engine
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.close()
+            with quick():
+                self.engine.close()
         self.engine = None
 
 
@@ -113,6 +128,9 @@ def worst(lm: PreTrainedModel, answers: dict[str, Any], asked: list[Request]) ->
 class TestContract(RolloutContract):
     llama = staticmethod(llama)
     gpt2 = staticmethod(gpt2)
+    close = CLOSE
+    draws = 1000
+    long = 40
 
     @pytest.fixture(autouse=True)
     def _shared(self, engines: Engines) -> None:
@@ -125,18 +143,18 @@ class TestContract(RolloutContract):
         engine.load(own_tensors(lm), version)
 
 
-LONG = tuple(3 + i % 29 for i in range(300))  # tokens; a block of the prefix cache has 128
+LONG = tuple(3 + i % 29 for i in range(300))  # tokens
 
 
 def test_more_rows_than_anything_else_runs_at_once(engines: Engines) -> None:
     """128 prompts side by side, each with noise of its own: the same tokens as in small batches in another order."""
     lm = llama(seed=3)
     asked = [Request(f"{i}/{k}", f"{i}", (3 + i % 29, 3 + i // 29, 5), k) for i in range(128) for k in range(2)]
-    sampling = Sampling(max_new_tokens=10, seed=4)
+    sampling = Sampling(max_new_tokens=6, seed=4)
     wide = ask(engine_of(engines, lm, max_rows=ROWS), asked, sampling)
     narrow = ask(engine_of(engines, lm, max_rows=16), asked[::-1], sampling)
     assert {i: r.ids for i, r in wide.items()} == {i: r.ids for i, r in narrow.items()}
-    assert worst(lm, wide, asked) < 1e-5
+    assert worst(lm, wide, asked) < CLOSE
     assert len({r.ids for r in wide.values()}) > 200
 
 
@@ -144,7 +162,7 @@ def test_calls_of_different_sampling_are_computed_together(engines: Engines) -> 
     """A short call that comes later ends while the long one is still decoding, and neither changes the other."""
     lm = llama()
     engine = engine_of(engines, lm, eos=frozenset())
-    long, greedy = Sampling(max_new_tokens=200, seed=1), Sampling(max_new_tokens=4, greedy=True)
+    long, greedy = Sampling(max_new_tokens=80, seed=1), Sampling(max_new_tokens=4, greedy=True)
     alone = ask(engine, requests(), long), ask(engine, requests(), greedy)
     ends: list[str] = []
 
@@ -182,12 +200,13 @@ def test_the_prefix_cache_is_used_and_never_stale(engines: Engines, monkeypatch:
     extend = engine._extend
     monkeypatch.setattr(engine, "_extend", lambda output: (cached.append(output.num_cached_tokens), extend(output)))
     asked, sampling = requests([LONG], samples=4), Sampling(max_new_tokens=3)
+    whole = (len(LONG) - 1) // BLOCK * BLOCK
     for seed in (0, 1):
         lm = llama(seed=seed)
         engine.load(own_tensors(lm), seed)
-        for hits in ({0, 256}, {256}):  # of a group the first row fills the cache, in a second call nobody does
+        for hits in ({0, whole}, {whole}):  # of a group the first row fills the cache, in a second call nobody does
             cached.clear()
-            assert worst(lm, ask(engine, asked, sampling), asked) < 1e-5
+            assert worst(lm, ask(engine, asked, sampling), asked) < CLOSE
             assert set(cached) == hits
 
 
@@ -216,7 +235,7 @@ def test_a_failed_load_is_told_and_the_next_one_is_whole(engines: Engines) -> No
         with pytest.raises(RunError, match="no whole weights: loading version 1 failed"):
             ask(engine, requests(), Sampling(max_new_tokens=1))
         engine.load(own_tensors(old), 2)
-        assert worst(old, ask(engine, requests(), Sampling(max_new_tokens=5)), requests()) < 1e-5
+        assert worst(old, ask(engine, requests(), Sampling(max_new_tokens=5)), requests()) < CLOSE
 
 
 def test_a_tensor_may_be_gone_when_the_next_is_taken(engines: Engines) -> None:
@@ -230,7 +249,7 @@ def test_a_tensor_may_be_gone_when_the_next_is_taken(engines: Engines) -> None:
             buffer.fill_(float("nan"))
 
     engine.load(passing(), 1)
-    assert worst(new, ask(engine, requests(), Sampling(max_new_tokens=5)), requests()) < 1e-5
+    assert worst(new, ask(engine, requests(), Sampling(max_new_tokens=5)), requests()) < CLOSE
 
 
 def test_weights_stay_while_responses_are_pending(engines: Engines) -> None:
@@ -238,7 +257,7 @@ def test_weights_stay_while_responses_are_pending(engines: Engines) -> None:
     engine = engine_of(engines, lm, eos=frozenset())
 
     async def run() -> int:
-        task = asyncio.create_task(collect(engine, requests(), Sampling(max_new_tokens=300)))
+        task = asyncio.create_task(collect(engine, requests(), Sampling(max_new_tokens=100)))
         await asyncio.sleep(0.05)
         with pytest.raises(RunError, match="pending"):
             await asyncio.to_thread(engine.load, own_tensors(lm), 1)
@@ -247,7 +266,7 @@ def test_weights_stay_while_responses_are_pending(engines: Engines) -> None:
     assert asyncio.run(run()) == len(requests())
 
     async def cancelled() -> None:
-        task = asyncio.create_task(collect(engine, requests(), Sampling(max_new_tokens=300)))
+        task = asyncio.create_task(collect(engine, requests(), Sampling(max_new_tokens=100)))
         await asyncio.sleep(0.05)
         task.cancel()
 
@@ -270,7 +289,7 @@ def test_logits_that_are_not_finite(engines: Engines) -> None:
     for error in asyncio.run(run()):
         assert isinstance(error, RunError) and "row p0/0" in str(error) and "not finite" in str(error)
     engine.load(own_tensors(lm), 2)
-    assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=4)), requests()) < 1e-5
+    assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=4)), requests()) < CLOSE
 
 
 def test_what_is_refused(engines: Engines) -> None:
@@ -288,7 +307,7 @@ def test_what_is_refused(engines: Engines) -> None:
         ({"max_tokens": 513}, RequestError, "513 tokens, the model has 512 positions"),
         ({}, RunError, "has a vLLM engine already"),
     ):  # fmt: skip
-        settings: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_rows": 4, "max_tokens": 64}
+        settings = SETTINGS | {"dtype": torch.float32, "max_rows": 4, "max_tokens": 64}
         with pytest.raises(error, match=match):
             VllmEngine(str(engines.folder), frozenset(), None, **settings | arguments)
     assert len(ask(engine, requests(), Sampling(max_new_tokens=1))) == len(requests())
@@ -311,16 +330,17 @@ def test_tied_embeddings_and_biases(engines: Engines) -> None:
         lm = qwen(version)
         assert "lm_head.weight" not in dict(own_tensors(lm))
         engine.load(own_tensors(lm), version)
-        assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=8)), requests()) < 1e-5
+        assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=8)), requests()) < CLOSE
 
 
+ADAPTED_CLOSE = 0.1 if GPU else 2e-5
 ADAPTER = LoraConfig(
     task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear", rank_pattern={"up_proj": 8}
 )
 
 
 def lora(seed: int) -> Any:
-    lm = get_peft_model(llama(seed=9), ADAPTER, autocast_adapter_dtype=False)
+    lm = get_peft_model(llama(seed=9), copy.deepcopy(ADAPTER), autocast_adapter_dtype=False)
     with torch.no_grad():
         torch.manual_seed(seed)
         for tensor in adapter_tensors(lm).values():
@@ -330,8 +350,9 @@ def lora(seed: int) -> Any:
 
 def small_cache_engine(engines: Engines) -> VllmEngine:
     """With an adapter, and room for the keys and values of a few rows only: 9 blocks of 128 tokens."""
-    block = 128 * 2 * 2 * 32 * 4
-    return engines.of(llama(seed=9), adapter=ADAPTER.to_dict(), options={"kv_cache_memory_bytes": 9 * block})
+    block = 128 * 2 * 2 * 32 * ADAPTED.itemsize
+    options = {"kv_cache_memory_bytes": 9 * block}
+    return engines.of(llama(seed=9), adapter=ADAPTER.to_dict(), options=options, dtype=ADAPTED)
 
 
 def test_adapters(engines: Engines) -> None:
@@ -345,24 +366,25 @@ def test_adapters(engines: Engines) -> None:
         engine.load(adapter_tensors(lm).items(), version)
         answers = ask(engine, asked, sampling)
         assert {r.version for r in answers.values()} == {version}
-        assert worst(lm, answers, asked) < 2e-5
+        assert worst(lm, answers, asked) < ADAPTED_CLOSE
         assert engine._llm.list_loras() == {engine._lora.lora_int_id}
         with lm.disable_adapter():
-            assert worst(lm, answers, asked) > 0.1
+            assert worst(lm, answers, asked) > 0.1 + 2 * ADAPTED_CLOSE
     name = next(iter(adapter_tensors(lm)))
     with pytest.raises(RunError, match=f"{name} is missing"):
         engine.load(without(adapter_tensors(lm), name).items(), 3)
     with pytest.raises(RunError, match="loading version 3 failed"):
         ask(engine, asked, sampling)
     engine.load(adapter_tensors(lm).items(), 4)
-    assert worst(lm, ask(engine, asked, sampling), asked) < 2e-5
+    assert worst(lm, ask(engine, asked, sampling), asked) < ADAPTED_CLOSE
 
 
 def test_rows_that_lose_their_place_go_on_where_they_were(engines: Engines) -> None:
     """vLLM takes rows out when the cache is full and computes them anew later; noise counts a row's own tokens."""
     engine, lm = small_cache_engine(engines), lora(1)
     engine.load(adapter_tensors(lm).items(), 1)
-    asked, sampling = requests(samples=2), Sampling(max_new_tokens=150, seed=3)
+    prompts = [tuple(3 + (i + k) % 29 for i in range(110 + k)) for k in range(8)]
+    asked, sampling = requests(prompts, samples=1), Sampling(max_new_tokens=40, seed=3)
     scheduler = engine._llm.engine_core.engine_core.scheduler
     taken_out: list[str] = []
     preempt = scheduler._preempt_request
@@ -376,7 +398,7 @@ def test_rows_that_lose_their_place_go_on_where_they_were(engines: Engines) -> N
     roomy = ask(engine, asked[:4], sampling) | ask(engine, asked[4:], sampling)
     assert not taken_out
     assert {i: r.ids for i, r in crowded.items()} == {i: r.ids for i, r in roomy.items()}
-    assert worst(lm, crowded, asked) < 1e-3  # of 150 tokens; the adapter and weights times 3 make errors grow
+    assert worst(lm, crowded, asked) < (1 if GPU else 1e-3)  # the adapter and weights times 3 make errors grow
 
 
 def test_the_process_stays_as_it_was(engines: Engines, tmp_path: Path) -> None:
@@ -390,9 +412,11 @@ def test_the_process_stays_as_it_was(engines: Engines, tmp_path: Path) -> None:
         states = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
         variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         children, threads = psutil.Process().children(recursive=True), set(threading.enumerate())
-        engine = VllmEngine(
-            str(tmp_path), frozenset(), None, device="cpu", dtype=torch.float32, max_rows=4, max_tokens=64
-        )
+        with quick():
+            engine = VllmEngine(
+                str(tmp_path), frozenset(), None, **SETTINGS, options=OPTIONS, dtype=torch.float32, max_rows=4,
+                max_tokens=64,
+            )  # fmt: skip
         engine.load(own_tensors(lm), 0)
         assert len(ask(engine, requests(), Sampling(max_new_tokens=3))) == len(requests())
         assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]

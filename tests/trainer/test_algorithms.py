@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.trainer.reward import first_low, low_ids
 from verl.algorithms.advantages import gdpo
 from verl.batch import Batch
 from verl.config.algorithm import AlgorithmConfig
@@ -57,14 +58,14 @@ def make(model, tmp_path):
         if RECIPES[name].samples:
             base |= {
                 "dataset": [{"prompt": p} for p, *_ in PAIRS],
-                "reward_fn": ["tests.trainer.reward:low_ids"] if name != "distill" else [],
+                "reward_fn": [low_ids] if name != "distill" else [],  # functions themselves: no scoring processes
                 "rollout_batch_size": 16,
                 "group_size": 1 if name in ONE_ROW else 4,
             }
             if name == "distill":
                 base["teacher_model_config"] = {"model_name_or_path": model, "dtype": "fp32"}
             if name == "pass_k":
-                base |= {"algorithm": {"pass_k": 2} | algorithm, "reward_fn": "tests.trainer.reward:first_low"}
+                base |= {"algorithm": {"pass_k": 2} | algorithm, "reward_fn": first_low}
             if name == "dapo":
                 base["algorithm"] = {"max_refills": 50} | algorithm
         else:
@@ -204,8 +205,9 @@ def test_kto_needs_a_second_row(make):
 
 def test_distillation_moves_the_student_to_its_teacher(make, tmp_path):
     teacher = tiny.save(tmp_path / "teacher", tiny.f_llama(seed=1), tiny.f_bpe(template="plain"))
-    keys = {"teacher_model_config": {"model_name_or_path": teacher, "dtype": "fp32"}, "total_steps": 12}
-    lines = run(make("distill", rollout_batch_size=64, **keys))[2]
+    actor = make("distill").actor_model_config.model_copy(update={"optimizer": OptimizerConfig(lr=3e-3)})
+    keys = {"teacher_model_config": {"model_name_or_path": teacher, "dtype": "fp32"}, "actor_model_config": actor}
+    lines = run(make("distill", rollout_batch_size=32, micro_batch_size=32, total_steps=6, **keys))[2]
     assert lines[-1]["distill/kl"] < 0.7 * lines[0]["distill/kl"]
     assert lines[0]["reward/mean"] is None
 

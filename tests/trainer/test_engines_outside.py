@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.rollout import vllm_starts
 from tests.rollout.stand_in import SglangStandIn, VllmStandIn
 from tests.tiny import f_bpe, save
 from tests.trainer import cluster_runs as runs
@@ -60,7 +61,8 @@ def test_vllm_gives_the_numbers_of_the_native_engine(model: str, tmp_path: Path,
     pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
     keys = GRPO | {"actor_model_config": actor(model, lora)}
     native = finished(model, tmp_path / "native", **keys)
-    vllm = finished(model, tmp_path / "vllm", **keys, rollout={"engine": "vllm"})
+    with vllm_starts.quick():
+        vllm = finished(model, tmp_path / "vllm", **keys, rollout={"engine": "vllm"})
     from_the_newest_weights(vllm)
     same_lines(lines(vllm), lines(native))
     same_weights(vllm, native)

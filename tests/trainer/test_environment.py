@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.rollout import vllm_starts
 from tests.rollout.stand_in import SglangStandIn, VllmStandIn
 from tests.tiny import f_bpe, save
 from tests.trainer.cluster_runs import lines, same_lines, same_numbers, same_weights, train
@@ -239,7 +240,8 @@ def test_servers_sample_episodes(model: str, tmp_path: Path, monkeypatch: pytest
 def test_vllm_samples_the_episodes_of_the_native_engine(model: str, tmp_path: Path):
     pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
     native = train(config(model, tmp_path, run_dir=str(tmp_path / "native")))
-    vllm = train(config(model, tmp_path, run_dir=str(tmp_path / "vllm"), rollout={"engine": "vllm"}))
+    with vllm_starts.quick():
+        vllm = train(config(model, tmp_path, run_dir=str(tmp_path / "vllm"), rollout={"engine": "vllm"}))
     same_lines(lines(vllm), lines(native))
     same_weights(vllm, native)
 

@@ -132,7 +132,7 @@ def test_what_a_program_cannot_do(name: str, tmp_path: Path) -> None:
     left = tmp_path / "left"
     left.write_text("here")
     statements = FORBIDDEN[name].format(left=str(left)) if "{" in FORBIDDEN[name] else FORBIDDEN[name]
-    said = prints(tried(statements))
+    said = prints(tried(statements), timeout=30.0)
     assert said != "done" and said != "(died)", said
     assert left.exists() and not Path("/tmp/verl-beside").exists() and not Path("/dev/shm/verl-beside").exists()
 

@@ -30,7 +30,6 @@ FREE = {
     ),
 }
 
-
 MODELS = (
     *("actor_model_config", "critic_model_config", "reward_model_config", "teacher_model_config"),
     "process_reward_model_config",
@@ -53,9 +52,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two fingerprints, for people; ``data`` stands first. None: nothing does."""
     names = {"data": "the data set", "template": "the chat template", "tokenizer": "the tokenizer"}
     found = [name for key, name in names.items() if saved[key] != now[key]]
-    marks = saved.get("models", {})
-    same = {key: now["models"].get(key) in (was, None, "") for key, was in marks.items() if was}
-    found += [f"the files of {key}.model_name_or_path" for key, alike in same.items() if not alike]
+    marks = [(key, was, now["models"].get(key)) for key, was in saved.get("models", {}).items()]
+    found += [f"the files of {key}.model_name_or_path" for key, was, new in marks if was and new and was != new]
     found += _settings(yaml.safe_load(saved["config"]), yaml.safe_load(now["config"]))
     return found or ([] if saved["rows"] == now["rows"] else ["how rows become tokens"])
 

@@ -107,6 +107,24 @@ def write_file(path: Path, chunks: Iterable[memoryview], open_file: OpenFile | N
     return entry
 
 
+def replace_file(path: Path, data: bytes, open_file: OpenFile | None = None) -> None:
+    """In place of what was there: at every moment the file is the old one or the new one."""
+    new = path.with_name(f".{path.name}.partial")
+    new.unlink(missing_ok=True)
+    write_file(new, [memoryview(data)], open_file)
+    new.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Force to the disk which files are there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def failure(folder: Path, error: OSError, needed: int | None = None) -> str:
     """What to say when a checkpoint that is written aside in ``folder`` can't be; ``needed`` in bytes."""
     final = folder.with_name(folder.name.removeprefix(".").removesuffix(".partial"))

@@ -12,7 +12,6 @@ and the first calls ``commit`` with the entries of all.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -32,6 +31,8 @@ from verl.checkpoint.parts import (
     crc32,
     failure,
     refuse_pickle,
+    replace_file,
+    sync_folder,
     write_file,
     write_parts,
 )
@@ -207,11 +208,11 @@ class CheckpointStore:
             self._check(step, entries)
             write_file(folder / MANIFEST, [memoryview(manifest)], self._open_file)
             for inner in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-                _sync_folder(inner)
+                sync_folder(inner)
             if final.exists():  # the same step again, after a resume from an earlier one
                 final.rename(self.root / f".step_{step}.replaced")
             folder.rename(final)
-            _sync_folder(self.root)
+            sync_folder(self.root)
             self._name_latest(step)
         except BaseException as error:
             self.abandon(step)  # before the message says how much is free
@@ -259,11 +260,7 @@ class CheckpointStore:
                 old.rename(final)
 
     def _name_latest(self, step: int) -> None:
-        new = self.root / ".latest.partial"
-        new.unlink(missing_ok=True)
-        write_file(new, [memoryview(f"step_{step}\n".encode())], self._open_file)
-        new.replace(self.root / "latest")
-        _sync_folder(self.root)
+        replace_file(self.root / "latest", f"step_{step}\n".encode(), self._open_file)
 
     def _retain(self, saved: int) -> None:
         """Keep the newest ``keep`` complete checkpoints, whichever run wrote them.
@@ -295,14 +292,6 @@ class CheckpointStore:
                 except RunError as error:
                     found[int(path.name[5:])] = str(error)
         return found
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_or_empty(path: Path) -> str:

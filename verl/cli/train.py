@@ -102,7 +102,7 @@ def _report(console: Console, run: Run, summary: Summary) -> None:
         "samples": folder / "samples.jsonl",
         "curves": f"tensorboard --logdir {quoted(folder / 'tensorboard')}",
         "checkpoint": run.store.folder(run.store.latest() or summary.step),
-        "use it": f"verl export {folder} {folder / 'model'}",
+        "use it": f"verl export {quoted(folder)} {quoted(folder / 'model')}",
     }
     absent = {"curves": not run.cfg.metrics.tensorboard, "samples": not run.cfg.algorithm.recipe.samples}
     for what, where in places.items():

@@ -24,11 +24,15 @@ class Placement:
         """The workers that host a role; none, where the plan lacks it."""
         return self.roles.get(role, ())
 
+    def span(self, rank: int) -> tuple[int, ...]:
+        """Whose devices a worker's rollout engine computes on."""
+        return self.spans.get(rank, (rank,))
+
     def reach(self, role: str) -> tuple[int, ...]:
         """Whose devices the role computes on."""
         if role != "rollout":
             return self.ranks(role)
-        return tuple(sorted(rank for first in self.ranks(role) for rank in self.spans.get(first, (first,))))
+        return tuple(sorted(rank for first in self.ranks(role) for rank in self.span(first)))
 
     def disjoint(self, a: str, b: str) -> bool:
         """Whether two roles share no device, so that neither ever waits for the other."""

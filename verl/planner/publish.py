@@ -58,7 +58,7 @@ def estimate(
     gathered = cost_of_gathering(weights, layout, held, everything=True)
     if set(rollouts) - set(actors):  # somebody has no part of it
         gathered = Cost(model, model, gathered.redundant)
-    copies = layout.dp * layout.cp if cfg.actor_model_config.engine == "megatron" else 1  # that share the optimizer
+    copies = layout.dp if cfg.actor_model_config.engine == "megatron" else 1  # that share the optimizer
     return Estimate(
         model, values, model // shares + trained // (shares * copies), ours,
         gathered,

@@ -236,7 +236,7 @@ class Sampler:
             here = rank in scorers
             drawn = self._told(mine) if own else mine
             ask = Ask(drawn, first + start * n, n, sampling, max(1, feeders // len(hosts)), here)
-            async with self.crew.hold(self.crew.placement.spans.get(rank, (rank,))):
+            async with self.crew.hold(self.crew.placement.span(rank)):
                 told: Sampled = await self.crew.one(rank, "rollout.generate", self._step, "generate", ask)
             places = range(ask.first, ask.first + len(mine) * n)
             scores, seconds = told.scores, told.reward_seconds

@@ -338,9 +338,10 @@ class Host:
                 continue
             ranks = self.placement.ranks(name)
             number = ranks.index(self.context.rank)
-            *pieces, scalars = engine.saved(whole)
-            for part, some in zip((name, f"{name}_optimizer")[: 1 + whole], pieces, strict=False):
-                held = list(some)
+            weights, state, scalars = engine.saved(whole)
+            named = {name: weights} | ({f"{name}_optimizer": state} if whole else {})
+            for part, pieces in named.items():
+                held = list(pieces)
                 tensors = {piece.name: piece.tensor for piece in held}
                 if copy:
                     tensors = snapshot(tensors)

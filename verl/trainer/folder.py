@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.config.errors import RequestError
+from verl.checkpoint.parts import replace_file
+from verl.config.errors import RequestError, writing
 
 try:
     import fcntl
@@ -54,15 +55,10 @@ def clear(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """In place of what was there: at every moment the file is the old one or the new one."""
+    """`replace_file`, where it would change something."""
     if path.exists() and path.read_text() == text:
         return
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    replace_file(path, text.encode())
 
 
 def quoted(path: Path) -> str:
@@ -81,12 +77,13 @@ class Claim:
         self.folder = folder
         self._made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
         self._file: BinaryIO | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOCK).open("a+b")
-        except OSError as error:
-            self.drop()
-            raise RequestError(f"run_dir: can't write to {folder}: {error.strerror}") from error
+        with writing(folder, key="run_dir"):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = (folder / LOCK).open("a+b")
+            except OSError:
+                self.drop()
+                raise
         try:
             if fcntl is not None:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +104,7 @@ class Claim:
     def drop(self) -> None:
         """The folder is free; a second call does nothing."""
         if self._file is not None and not self._file.closed:
-            if not any(path.name != LOCK for path in self.folder.iterdir()):
+            if self.folder.is_dir() and not any(path.name != LOCK for path in self.folder.iterdir()):
                 (self.folder / LOCK).unlink(missing_ok=True)
             self._file.close()
         for made in self._made:

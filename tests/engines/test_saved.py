@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import loss_fn
-from tests.engines.test_spread import DECAYING, MODELS, MUON, Case, engine, mine, rows
+from tests.engines.test_spread import DECAYING, MUON, Case, engine, mine, rows
 from verl.config.model import OptimizerConfig
 from verl.layout import Piece
 
@@ -49,20 +48,6 @@ def joined(pieces: list[Piece]) -> dict[str, Tensor]:
     return found
 
 
-def mixture() -> Any:
-    """Its experts lie together here, and one by one in files."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return tf.Qwen3MoeForCausalLM(
-            tf.Qwen3MoeConfig(
-                vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1, max_position_embeddings=64, num_experts=4, num_experts_per_tok=2,
-                moe_intermediate_size=16, pad_token_id=0,
-            )
-        ).eval()  # fmt: skip
-
-
-MODELS["mixture"] = mixture
 CASES = {
     "mixture": (2, Case(model="mixture")),
     "two": (2, Case()),

@@ -59,6 +59,18 @@ def window():
         return hf.MistralForCausalLM(config).eval()
 
 
+def mixture():
+    """Its experts lie together here, and one by one in files."""
+    config = hf.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return hf.Qwen3MoeForCausalLM(config).eval()
+
+
 MODELS = {
     "llama": f_llama,
     "tied": lambda: f_llama(tied=True, kv_heads=1),
@@ -66,6 +78,7 @@ MODELS = {
     "qwen2": lambda: qwen("Qwen2"),
     "qwen3": lambda: qwen("Qwen3"),
     "window": window,
+    "mixture": mixture,
 }
 
 

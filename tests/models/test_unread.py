@@ -20,7 +20,7 @@ from verl.models.unread import build
 from verl.models.value import Value
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "qwen2", "qwen3", "window"])
 def test_all_but_the_weights_is_there(tmp_path, name):
     model = MODELS[name]()
     model.generation_config = GenerationConfig(eos_token_id=[2, 10])

@@ -1,6 +1,6 @@
 """What a placement costs: PPO on two devices with the critic apart or beside the actor; saves beside training.
 
-    python benchmarks/placement.py [--shape 0.5b] [--parts ppo,ahead,checkpoints] [--rows 128] [--laps 4]
+    python benchmarks/placement.py [--shape 0.5b] [--parts ppo,ahead,workers,checkpoints] [--rows 128] [--laps 4]
 
 The ``Run`` of ``verl train`` on random models; a run's first two laps are warm-up, then medians.
 
@@ -8,6 +8,8 @@ The ``Run`` of ``verl train`` on random models; a run's first two laps are warm-
   step in which columns and weights travel. Peak memory is each device's.
 - ``ahead``: GRPO that generates on the second device, strict, and with ``max_staleness: 1`` beside the update of the
   lap before; the step beside the longer of generation and training.
+- ``workers``: GRPO's generation by one engine and by two, each of ``--engine-rows`` rows at a time, on the first
+  device and on both; laps have four times as many rows.
 - ``checkpoints``: ``global`` of ``--global-shape`` on one device, ``actor`` of ``--actor-shape`` on both (on one, if
   there is no other, with 8-bit moments): how long training is held, and the whole save.
 
@@ -20,6 +22,7 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -79,6 +82,7 @@ class Bench:
         there = 2 if args.kind == "cpu" else min(2, torch.cuda.device_count())
         self.devices = [f"cpu:{i}" if args.kind == "cpu" else i for i in range(there)]
         self.table: list[str] = []
+        self.failed = False
 
     def line(self, text: str) -> None:
         self.table.append(text)
@@ -95,7 +99,7 @@ class Bench:
 
     def run(self, name: str, shape: str, laps: int, **keys: Any) -> Told:
         args = self.args
-        prompts = random_model.prompts(args.rows * 4, args.prompt)
+        prompts = random_model.prompts(max(args.rows, args.engine_rows) * 4, args.prompt)
         base = {
             "actor_model_config": {"model_name_or_path": self.model(shape), "optimizer": {"lr": 1e-6}},
             "dataset": [{"prompt": text} for text in prompts], "reward_fn": random_model.letters,
@@ -158,6 +162,23 @@ class Bench:
             self.line(f"{name:<28} {step:>8.2f} {generate:>9.2f} {trained:>7.2f} {ratio:>12.2f} {old:>10.2f}")
             self.where(told)
 
+    def workers(self) -> None:
+        rows, at_once = self.args.engine_rows * 4, self.args.engine_rows
+        a, b = self.devices
+        self.line(f"{f'generation, {rows} rows':<28} {'seconds':>8} {'tokens/s':>10} {'times one':>10}")
+        first = 0.0
+        for name, places in (("one engine", [a]), ("two", [a, b])):
+            told = self.run(
+                name.replace(" ", "-"), self.args.shape, WARM + self.args.laps, algorithm={"name": "grpo"},
+                group_size=8, rollout_batch_size=rows, mini_batch_size=rows, rollout={"max_rows": at_once},
+                device_map={"actor": a, "rollout": places},
+            )  # fmt: skip
+            seconds = told.median(lambda m: m["time/generate"])
+            first = first or seconds
+            speed = rows * self.args.response / seconds
+            self.line(f"{name:<28} {seconds:>8.2f} {speed:>10,.0f} {first / seconds:>10.2f}")
+            self.where(told)
+
     def checkpoints(self) -> None:
         self.line(f"{'save, beside training':<28} {'GB':>8} {'held s':>8} {'whole s':>8}  (first; then again)")
         for kind, shape, devices in (
@@ -177,6 +198,7 @@ class Bench:
                 )  # fmt: skip
             except Exception:
                 self.line(f"{kind + ' of ' + shape:<28} failed: {traceback.format_exc()}")
+                self.failed = True
                 continue
             size = told.saved_bytes / 1e9
             for number, (held, whole) in enumerate(told.saves):
@@ -187,14 +209,15 @@ class Bench:
             print(f"   steps: {steps} s; {time.perf_counter() - begun:.0f} s in all", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5b", choices=tuple(random_model.SHAPES))
     parser.add_argument("--global-shape", default="1.5b", choices=("", *random_model.SHAPES))
     parser.add_argument("--actor-shape", default="7b", choices=("", *random_model.SHAPES))
     parser.add_argument("--vocabulary", type=int, default=random_model.VOCABULARY)
-    parser.add_argument("--parts", default="ppo,ahead,checkpoints")
+    parser.add_argument("--parts", default="ppo,ahead,workers,checkpoints")
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--engine-rows", type=int, default=512, help="at once in each engine, of workers")
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--response", type=int, default=256, help="tokens of each response")
@@ -212,10 +235,12 @@ def main() -> None:
             try:
                 getattr(bench, name)()
             except Exception:
+                bench.failed = True
                 bench.line(f"{name} failed: {traceback.format_exc()}")
             print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
         print("\n" + "\n".join(bench.table))
+    return int(bench.failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

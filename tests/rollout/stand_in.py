@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import select
 import socket
 import threading
@@ -72,10 +73,17 @@ class StandIn:
         self.version, self.began, self.under = "default", time.time(), 0
         self.open: set[socket.socket] = set()
         handler = type("Handler", (_Handler,), {"stand_in": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.http = self._listen(handler)
         self.http.daemon_threads = True
         self.port = self.http.server_address[1]
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def _listen(self, handler: Any) -> ThreadingHTTPServer:
+        """On a port that no connection of another program takes while the server is away: they get higher ones."""
+        for port in [self.port] if self.port else random.sample(range(20000, 30000), 100):
+            with suppress(OSError):
+                return ThreadingHTTPServer(("127.0.0.1", port), handler)
+        raise OSError(f"port {self.port or '20000 to 30000'} is taken")
 
     def stop(self) -> None:
         """As a process that dies: connections break."""

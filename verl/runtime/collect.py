@@ -235,7 +235,7 @@ class Sampler:
             mine, rank = draws[start:end], hosts[i]
             here = rank in scorers
             drawn = self._told(mine) if own else mine
-            ask = Ask(drawn, first + start * n, n, sampling, max(1, feeders // len(hosts)), here)
+            ask = Ask(drawn, first + start * n, n, sampling, max(1, feeders // len(hosts)), here, stops=own)
             async with self.crew.hold(self.crew.placement.span(rank)):
                 told: Sampled = await self.crew.one(rank, "rollout.generate", self._step, "generate", ask)
             places = range(ask.first, ask.first + len(mine) * n)

@@ -7,6 +7,7 @@ sample. The first failure ends the lap and says where it happened.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -216,6 +217,11 @@ class Controller:
         if self.cfg.max_staleness:
             stale = [step - 1 - row.version for row in lot.collected.rows]
             lot.metrics["rollout/staleness"] = sum(stale) / len(stale)
+
+    async def stop_sampling(self) -> None:
+        """A lap whose rows are still sampled raises ``Stopped``, as if it had never begun; one that trains goes on."""
+        with contextlib.suppress(Exception):  # a host that is lost is told of by those who wait for it
+            await self.crew.everywhere("stop_sampling")
 
     async def _give_up_ahead(self) -> None:
         if self._ahead is not None:

@@ -83,7 +83,7 @@ class Crew:
         """
         try:
             found = await gather([self.group.call(rank, method, *args) for rank, args in calls.items()])
-        except (WorkerLost, RequestError):
+        except (WorkerLost, RequestError, Stopped):
             raise
         except Exception:
             if not self.alone:

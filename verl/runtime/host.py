@@ -34,6 +34,7 @@ from verl.cluster.shelf import Shelf
 from verl.config.errors import RequestError, RunError
 from verl.config.load import memory_advice
 from verl.config.run import RunConfig
+from verl.data.feeds import Stopped
 from verl.data.loader import PromptDataset
 from verl.dataflow.placement import Placement
 from verl.hybrid.publish import Report
@@ -73,6 +74,7 @@ class Host:
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # a checkpoint's parts and files
         self._utilisation = UtilisationMeter(self.device)
         self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-host", daemon=True)
         self._thread.start()
 
@@ -120,7 +122,24 @@ class Host:
 
     def generate(self, ask: Ask) -> Sampled:
         """Sample, and score where that is asked for; the rows stay here, in the pool."""
-        return self._await(self._generate(ask))
+        work = self._generate(ask)
+        return self._await(self._unless_stopped(work) if ask.stops else work)
+
+    def stop_sampling(self) -> None:
+        """What samples for a lap raises ``Stopped``, now and from now on."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Stopped
+        finally:
+            stop.cancel()
+            task.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     def _draws(self, told: Sequence[Draw] | tuple[list[int], list[int], int]) -> Sequence[Draw]:
         if not isinstance(told, tuple):

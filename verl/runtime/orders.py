@@ -108,6 +108,7 @@ class Ask:
     sampling: Sampling
     feeders: int
     score: bool  # here, while other rows are still sampled
+    stops: bool  # ``Stopped`` as soon as sampling is to stop
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Run:
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
         self._saving: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
         self._allow_changes = False
@@ -441,7 +442,7 @@ class Run:
         while self.controller.step < self.total_steps and self._stop is None:
             try:
                 last = self.step().metrics
-            except Stopped:  # a signal came while it waited for rows
+            except Stopped:  # a signal came while it waited for rows or sampled
                 break
         self._more = False
         self._end_save()
@@ -503,7 +504,15 @@ class Run:
             raise KeyboardInterrupt if number is signal.SIGINT else SystemExit(128 + number)
         self._stop = number
         self.feed.stop()
-        self.say(f"{number.name}: finishing this step, then saving; once more stops at once and loses the step")
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop_sampling)
+        self.say(
+            f"{number.name}: a step that trains ends first, one that still samples is dropped; then all is saved. Once "
+            "more stops at once and loses the step"
+        )
+
+    def _stop_sampling(self) -> None:
+        self._stopping = asyncio.ensure_future(self.controller.stop_sampling())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -50,12 +50,16 @@ class Seats:
         """The rank's micro-batches of all mini-batches in order; what a pass without gradients walks."""
         return [micro for mini in self.mini_batches for micro in mini.ranks[rank]]
 
-    def share(self, rank: int, rows: Sequence[int]) -> Seats:
-        """The rank's part alone, for a batch that holds just ``rows``, in this order: row numbers are places there."""
+    def of(self, rank: int) -> Seats:
+        """The rank's part alone."""
+        return Seats([MiniBatch([mini.ranks[rank]], mini.totals) for mini in self.mini_batches])
+
+    def among(self, rows: Sequence[int]) -> Seats:
+        """For a batch that holds just ``rows``, in this order: row numbers are places there."""
         place = {row: i for i, row in enumerate(rows)}
         return Seats(
             [
-                MiniBatch([[[place[row] for row in micro] for micro in mini.ranks[rank]]], mini.totals)
+                MiniBatch([[[place[row] for row in micro] for micro in rank] for rank in mini.ranks], mini.totals)
                 for mini in self.mini_batches
             ]
         )

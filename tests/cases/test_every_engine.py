@@ -250,7 +250,7 @@ def updated(kind: Kind) -> dict[str, Told]:
         )  # fmt: skip
         engine.restore(start, {}, facts)
         rows = sorted(row for micro in update.seats.rows(kind.place) for row in micro)
-        mine, seats = batch(update.rows).select(rows), update.seats.share(kind.place, rows)
+        mine, seats = batch(update.rows).select(rows), update.seats.of(kind.place).among(rows)
         logprobs = {}
         if "budget" in name:
             column = engine.forward(mine, seats.rows(0), LOGPROBS, 1.0)["logprobs"]

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from verl.rollout import vllm
 from verl.rollout.base import Sampling
 from verl.rollout.sampling import choose, noise_key, uniforms
 
@@ -66,3 +70,21 @@ def test_top_p_keeps_the_token_that_crosses() -> None:
         assert set(ids.tolist()) == kept
         mass = sum((0.5, 0.3, 0.2)[i] for i in kept)
         assert logprobs[0].item() == pytest.approx(torch.tensor(0.5 / mass).log().item(), abs=1e-6)
+
+
+def test_vllm_chooses_for_rows_of_any_limit_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Each row of an episode has another number of tokens left; that is no reason to choose for it alone."""
+    calls = []
+
+    def counted(logits: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(logits))
+        return choose(logits, *rest)
+
+    monkeypatch.setattr(vllm, "choose", counted)
+    chooser, params = vllm._Chooser(None, torch.device("cpu"), False), []
+    for i in range(6):
+        sampling = Sampling(temperature=0.5 if i == 5 else 1.0, max_new_tokens=10 + i, seed=i)
+        params.append((i, SimpleNamespace(extra_args={"verl": (i, sampling)}), [], []))
+    chooser.update_state(SimpleNamespace(removed=[], added=params, moved=[]))
+    out = chooser.apply(torch.randn(6, 32))
+    assert sorted(calls) == [1, 5] and (out > float("-inf")).sum(1).tolist() == [1] * 6

@@ -13,6 +13,7 @@ from tests.runtime.own_loop import ROWS, on_ranks, play
 from tests.tiny import f_gpt2, f_llama
 from verl import HybridEngine
 from verl.config.errors import RequestError, RunError
+from verl.runtime.hybrid_engine import _Places
 
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
@@ -119,3 +120,16 @@ def test_ranks_train_as_one_process_does(alone: dict):
 def test_wrong_requests(keys: dict, message: str):
     with pytest.raises(RequestError, match=message):
         HybridEngine("nowhere", **keys)
+
+
+@pytest.mark.parametrize(("processes_here", "expected"), [("2", 3), ("1", 0)], ids=["one machine", "two"])
+def test_the_gpus_asked_for_are_used(monkeypatch: pytest.MonkeyPatch, processes_here: str, expected: int):
+    """Of one machine; of several, torchrun's own count on each is all that tells them apart."""
+    monkeypatch.setenv("LOCAL_RANK", "1" if processes_here == "2" else "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes_here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    given = {"is_initialized": True, "get_world_size": 2, "get_rank": 1, "new_group": None, "DeviceMesh": None}
+    for name, value in given.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value, **__: value)
+    assert _Places.of([2, 3], None).actor == torch.device("cuda", expected)

@@ -96,6 +96,14 @@ def test_the_command(file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_gradients_are_looked_at_on_several_workers(file: Any) -> None:
+    """Each worker saves a part of its own."""
+    what = "the gradient reaches what is trained"
+    one, two = found(file())[what], found(file(), "device_map.actor=cpu:0-1")[what]
+    assert one.verdict == two.verdict == "ok"
+    assert one.text.rpartition(", ")[2] == two.text.rpartition(", ")[2] != "all 0 tensors change"
+
+
 # -- faults, put in ------------------------------------------------------------------------------------------------
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.cluster_runs import CLOCKS, ppo, small
+from verl.config.errors import RunError
 from verl.config.load import load_config
 from verl.trainer.base import Run
 
@@ -45,6 +48,30 @@ def stopped(run: Run, gate: Path, during: int) -> tuple[Any, float]:
     run.controller.source.collect = gated  # type: ignore[method-assign]
     summary = run.train()
     return summary, time.monotonic() - sent[0]
+
+
+def broken(response: str) -> float:
+    raise ValueError("a typo")
+
+
+def test_a_reward_that_fails_ends_the_sampling(model: str, tmp_path: Path) -> None:
+    """The first group's, while the others are still to come."""
+    cfg = load_config(None, **ppo(model, tmp_path, eval={}, reward_fn="tests.trainer.test_stopped_sampling:broken"))
+    with Run(cfg, console=False) as run:
+        run.prepare()
+        rollout: Any = run.controller.workers.rollout
+        generate, came = rollout.generate, []
+
+        async def slow(*args: Any) -> AsyncIterator[Any]:
+            async for row in generate(*args):
+                came.append(row.id)
+                yield row
+                await asyncio.sleep(2.0 if len(came) > 1 else 0)
+
+        rollout.generate = slow
+        with pytest.raises(RunError, match="a typo"):
+            run.step()
+        assert len(came) < 10  # of 16
 
 
 @pytest.mark.parametrize(

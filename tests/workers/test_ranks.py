@@ -167,11 +167,11 @@ class Play:
         if op.seats == "pass":
             seats = self.seats(rows, 1, 1)
             rows = sorted(i for micro in seats.rows(self.rank) for i in micro)
-            lap.forward = seats.share(self.rank, rows)
+            lap.forward = seats.of(self.rank).among(rows)
         elif op.seats == "update":
             seats = self.seats(self.trained, self.case.steps, self.cfg.algorithm.update_epochs)
             rows = self.with_partners(seats)
-            lap.update = seats.share(self.rank, rows)
+            lap.update = seats.of(self.rank).among(rows)
         elif self.rank:
             rows = []
         written: dict[str, Any] = {}
@@ -214,7 +214,7 @@ class Play:
     def judge(self) -> None:
         seats = self.seats(range(self.own), 1, 1)
         rows = self.with_partners(seats)
-        lap = Lap(self.step, kl_coef=0.0, update=seats.share(self.rank, rows))
+        lap = Lap(self.step, kl_coef=0.0, update=seats.of(self.rank).among(rows))
         found = self.workers["actor"].judge(self.batch.select(rows), lap)
         assert all(found == other for other in everybody(found))
         self.metrics |= {f"eval/{name}": value for name, value in found.items()}

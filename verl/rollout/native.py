@@ -270,6 +270,7 @@ class NativeEngine:
                         seconds=time.monotonic() - row.asked,
                     ),
                 )
+                row.ids, row.logprobs = [], []  # the rows of a call stay to its end
 
 
 class _Batch:

@@ -29,7 +29,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -732,7 +732,9 @@ class _Chooser:
         for place in batch_update.removed:
             self.rows.pop(place, None)
         for place, params, _, tokens in batch_update.added:
-            self.rows[place] = (*params.extra_args["verl"], tokens)
+            key, sampling = params.extra_args["verl"]
+            alike = replace(sampling, seed=0, max_new_tokens=1)  # rows that differ in these are chosen together
+            self.rows[place] = key, alike, tokens
         for a, b, direction in batch_update.moved:
             at_a, at_b = self.rows.pop(a, None), self.rows.pop(b, None)
             if at_a is not None:

@@ -69,17 +69,43 @@ class Walk:
     def __post_init__(self) -> None:
         self.holders = dict.fromkeys(self.lot.columns, tuple(1 << host for host in self.lot.hosts))
 
-    def hold(self, columns: Sequence[str], rows: Sequence[int], bit: int) -> None:
-        """A host has these rows of the columns, too."""
-        made: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for column in columns:
-            old = self.holders[column]
-            if old not in made:
-                holders = list(old)
-                for row in rows:
-                    holders[row] |= bit
-                made[old] = tuple(holders)
-            self.holders[column] = made[old]
+    def fetched(self, orders: Mapping[int, Order]) -> None:
+        """The hosts of these orders have what they fetched, too."""
+        news: dict[str, list[tuple[int, Sequence[int]]]] = {}
+        for rank, order in orders.items():
+            for fetch in order.fetch:
+                for column in fetch.columns:
+                    news.setdefault(column, []).append((rank, fetch.rows))
+        made: dict[Any, tuple[int, ...]] = {}  # columns that lie alike share a tuple, and are looked at once
+        for column, parts in news.items():
+            alike = id(self.holders[column]), *((rank, id(rows)) for rank, rows in parts)
+            if alike not in made:
+                holders = list(self.holders[column])
+                for rank, rows in parts:
+                    for row in rows:
+                        holders[row] |= 1 << rank
+                made[alike] = tuple(holders)
+            self.holders[column] = made[alike]
+
+    def written(self, rows: Mapping[int, Sequence[int]], columns: Mapping[int, Sequence[str]]) -> None:
+        """Hosts wrote ``columns`` of ``rows``, both by rank: what lay elsewhere under these names counts no more."""
+        writers: dict[str, tuple[int, ...]] = {}
+        for rank, names in columns.items():
+            for name in names:
+                writers[name] = (*writers.get(name, ()), rank)
+        made: dict[Any, tuple[int, ...]] = {}
+        for name, ranks in writers.items():
+            old = self.holders.get(name)
+            if (id(old), ranks) not in made:
+                bits: dict[int, int] = {}
+                for rank in ranks:
+                    for row in rows[rank]:
+                        bits[row] = bits.get(row, 0) | 1 << rank
+                holders = list(old or (0,) * len(self.lot))
+                for row, bit in bits.items():
+                    holders[row] = bit
+                made[id(old), ranks] = tuple(holders)
+            self.holders[name] = made[id(old), ranks]
 
 
 class Controller:
@@ -297,8 +323,7 @@ class Controller:
         fetched = [transfer for d in told for transfer in d.fetched]
         self._tell(fetched, f"step {walk.step}, {op.label}")
         walk.metrics["columns/bytes"] = (walk.metrics.get("columns/bytes") or 0.0) + sum(t.bytes for t in fetched)
-        longest = max(sum(t.seconds for t in d.fetched) for d in told)
-        walk.seconds["columns"] = walk.seconds.get("columns", 0.0) + longest
+        walk.seconds["columns"] = walk.seconds.get("columns", 0.0) + max(d.waited for d in told)
         walk.seconds[op.label] = max(d.end - d.start for d in told)
         walk.metrics |= merged([d.metrics for d in told])
         for rank, d in done.items():
@@ -307,20 +332,10 @@ class Controller:
             walk.trained = told[0].trained
         if told[0].kl_per_response is not None:
             walk.kl_per_response = told[0].kl_per_response
-        written: dict[str, dict[int, int]] = {}
-        rows = {rank: order.rows for rank, order in orders.items()}
-        for rank, d in done.items():
-            for fetch in orders[rank].fetch:
-                walk.hold(fetch.columns, fetch.rows, 1 << rank)
-            for column in d.columns:
-                bits = written.setdefault(column, {})
-                for row in rows[rank]:
-                    bits[row] = bits.get(row, 0) | 1 << rank
-        for column, bits in written.items():
-            holders = list(walk.holders.get(column, [0] * len(walk.lot)))
-            for row, bit in bits.items():
-                holders[row] = bit
-            walk.holders[column] = tuple(holders)
+        walk.fetched(orders)
+        walk.written(
+            {rank: order.rows for rank, order in orders.items()}, {rank: d.columns for rank, d in done.items()}
+        )
 
     def _orders(self, op: Op, ranks: Sequence[int], walk: Walk, judge: bool) -> dict[int, Order]:
         role, lot = op.node.kind, walk.lot
@@ -348,12 +363,11 @@ class Controller:
             update = walk.seats["update", layout.dp]
         orders = {}
         for i, rank in enumerate(ranks):
-            place, everything = layout.place(i).dp, range(len(lot))
+            place = layout.place(i).dp
             if update is None:
-                mine = forward.share(place, everything)
-                orders[rank] = order(rank, mine, None)
+                orders[rank] = order(rank, forward.of(place), None)
                 continue
-            mine, partners = update.share(place, everything), []
+            mine, partners = update.of(place), []
             if MISMATCHED in walk.holders:  # a row of KTO's and the partner that has its prompt go together
                 partner = {lot.groups[r]: r for r in lot.untrained}
                 partners = [partner[lot.groups[r]] for micro in mine.rows(0) for r in micro]
@@ -365,10 +379,11 @@ class Controller:
         if self.crew.alone:
             return ()
         wanted: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-        alike: dict[tuple[int, ...], list[str]] = {}
+        alike: dict[int, list[str]] = {}
         for column in columns:
-            alike.setdefault(walk.holders[column], []).append(column)
-        for holders, names in alike.items():
+            alike.setdefault(id(walk.holders[column]), []).append(column)
+        for names in alike.values():
+            holders = walk.holders[names[0]]
             by_host: dict[int, list[int]] = {}
             for row in rows:
                 bits = holders[row]

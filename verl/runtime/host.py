@@ -13,12 +13,12 @@ import itertools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -37,17 +37,18 @@ from verl.config.run import RunConfig
 from verl.data.feeds import Stopped
 from verl.data.loader import PromptDataset
 from verl.dataflow.placement import Placement
-from verl.hybrid.publish import Report
+from verl.hybrid.publish import Report, Transfer
 from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
 from verl.runtime.data import training_prompts
 from verl.runtime.load import Workers, load
-from verl.runtime.orders import POOL, Accept, Ask, Done, Order, Put, Sampled, Shown, mark_of, transfer_of
+from verl.runtime.orders import POOL, Accept, Ask, Done, Fetch, Order, Put, Sampled, Shown, mark_of, transfer_of
 from verl.workers.lap import Lap
 from verl.workers.rollout import Draw, Row, reward_row
 
 T = TypeVar("T")
+FETCHES = 8  # hosts from which columns are brought at the same time
 SAMPLED = (  # columns of the pool; chosen: which of the response's tokens the policy sampled
     "draw", "response_ids", "sampled_logprobs", "chosen", "finish_reason", "version", "text", "messages",
 )  # fmt: skip
@@ -73,6 +74,7 @@ class Host:
         self._laps: dict[int, Shelf] = {POOL: Shelf()}
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # a checkpoint's parts and files
         self._utilisation = UtilisationMeter(self.device)
+        self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="verl-fetch")
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-host", daemon=True)
@@ -168,11 +170,15 @@ class Host:
         has_model = rewards is not None and rewards.has_model
         number = {draw.id: ask.first + i * ask.n for i, draw in enumerate(drawn)}
         rows: dict[int, Row] = {}
+        facts: dict[int, _Fact] = {}
         parts: list[tuple[list[int], asyncio.Task[Scores | None]]] = []
 
-        async def score(part: list[int]) -> Scores | None:
-            await asyncio.to_thread(self._pool_rows, {i: rows[i] for i in part})
-            return await asyncio.to_thread(self.score, part) if ask.score else None
+        async def finish(part: list[int]) -> Scores | None:
+            """Rows enter the pool, and only their facts stay here. A reward model waits: it shares the device."""
+            done = {i: rows.pop(i) for i in part}
+            await asyncio.to_thread(self._pool_rows, done)
+            facts.update((i, _fact(row)) for i, row in done.items())
+            return await asyncio.to_thread(self.score, part) if ask.score and not has_model else None
 
         async def feed(draws: Sequence) -> None:
             groups: dict[str, list[int]] = {}
@@ -182,40 +188,31 @@ class Host:
                     rows[place] = row
                     group = groups.setdefault(row.draw.id, [])
                     group.append(place)
-                    # A group at a time, while others are still sampled; a reward model waits: it shares the device.
-                    if len(group) == ask.n and not has_model:
-                        parts.append((group, asyncio.create_task(score(group))))
+                    if len(group) == ask.n:  # while others are still sampled
+                        parts.append((group, tasks.create_task(finish(group))))
 
         n, feeders = len(drawn), ask.feeders
         shares = [drawn[k * n // feeders : (k + 1) * n // feeders] for k in range(feeders)]
-        try:
+        async with together() as tasks:  # a reward that fails ends the sampling, too
             await gather([feed(share) for share in shares if share])
             generated = time.perf_counter()
-            if has_model:
-                everything = sorted(rows)
-                parts.append((everything, asyncio.create_task(score(everything))))
-            scored = [await task for _, task in parts]
-        finally:
-            for _, task in parts:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in parts), return_exceptions=True)  # all have ended, none unseen
+        places = sorted(facts)
         scores = None
-        if ask.score:
+        if ask.score and has_model:
+            scores = await asyncio.to_thread(self.score, places)
+        elif ask.score:
             order = [place for part, _ in parts for place in part]
-            scores = Scores.merge([s for s in scored if s is not None])
+            scores = Scores.merge([s for _, task in parts if (s := task.result()) is not None])
             scores = scores.select(sorted(range(len(order)), key=order.__getitem__))
-        done = [rows[place] for place in sorted(rows)]
-        responses = [row.response for row in done]
-        lengths = [len(r.ids) for r in responses]
-        apart = any(row.mask is not None for row in done)  # the same list twice travels once
+        told = _Fact(*map(list, zip(*(facts[place] for place in places), strict=True)))
         return Sampled(
-            lengths=lengths,
-            sampled=[sum(_mask(row)) for row in done] if apart else lengths,
-            turns=[row.turns for row in done],
-            finish_reasons=[r.finish_reason for r in responses],
-            versions=[r.version for r in responses],
-            seconds=array("f", [r.seconds for r in responses]),
-            logprobs=array("f", [sum(itertools.compress(r.response.logprobs, _mask(r))) for r in done]),
+            lengths=told.length,
+            sampled=told.length if told.sampled == told.length else told.sampled,  # the same list twice travels once
+            turns=told.turns,
+            finish_reasons=told.finish_reason,
+            versions=told.version,
+            seconds=array("f", told.seconds),
+            logprobs=array("f", told.logprobs),
             scores=scores,
             generate_seconds=generated - start,
             reward_seconds=time.perf_counter() - generated,
@@ -299,14 +296,17 @@ class Host:
         """One op: bring what lies elsewhere, compute, keep what was written."""
         shelf = self._shelf(order.step)
         with self._located(f"{order.role}.{order.op}"):
-            fetched = []
-            for fetch in order.fetch:
-                start = time.perf_counter()
-                part = self.context.peer(fetch.host).call("give", order.step, fetch.rows, fetch.columns)
-                seconds = time.perf_counter() - start
-                fetched.append(transfer_of(part, seconds, fetch.host, self.context.rank))
-                shelf.put(fetch.rows, part)
-            return replace(self._compute(lambda: self._op(order, shelf)), fetched=fetched)
+            start = time.perf_counter()
+            fetched = list(self._fetches.map(lambda fetch: self._bring(order.step, fetch, shelf), order.fetch))
+            waited = time.perf_counter() - start if fetched else 0.0
+            return replace(self._compute(lambda: self._op(order, shelf)), fetched=fetched, waited=waited)
+
+    def _bring(self, step: int, fetch: Fetch, shelf: Shelf) -> Transfer:
+        start = time.perf_counter()
+        part = self.context.peer(fetch.host).call("give", step, fetch.rows, fetch.columns)
+        seconds = time.perf_counter() - start
+        shelf.put(fetch.rows, part)
+        return transfer_of(part, seconds, fetch.host, self.context.rank)
 
     def _op(self, order: Order, shelf: Shelf) -> Done:
         if self._ready.rollout is not None:  # its memory is the op's
@@ -320,9 +320,9 @@ class Host:
         before = dict(batch.columns)
         lap = Lap(order.step, order.kl_coef)
         if order.forward is not None:
-            lap.forward = order.forward.share(0, rows)
+            lap.forward = order.forward.among(rows)
         if order.update is not None:
-            lap.update = order.update.share(0, rows)
+            lap.update = order.update.among(rows)
         with _nvtx(self.device, f"{order.role}.{order.op}"):
             result = getattr(getattr(self._ready, order.role), order.op)(batch, lap)
         written = {name: column for name, column in batch.columns.items() if before.get(name) is not column}
@@ -410,6 +410,7 @@ class Host:
         with contextlib.ExitStack() as stack:
             stack.callback(self._end_loop)
             stack.callback(self._utilisation.close)
+            stack.callback(self._fetches.shutdown, cancel_futures=True)
             if self.workers is not None:
                 stack.callback(self.workers.close)
 
@@ -448,6 +449,24 @@ class Host:
             raise LocatedError(text) from error
 
 
+class _Fact(NamedTuple):
+    """What is told of a sampled row, in the words of ``Sampled``; of many, lists."""
+
+    length: Any
+    sampled: Any
+    turns: Any
+    finish_reason: Any
+    version: Any
+    seconds: Any
+    logprobs: Any
+
+
+def _fact(row: Row) -> _Fact:
+    r, mask = row.response, _mask(row)
+    logprobs = sum(itertools.compress(r.logprobs, mask))
+    return _Fact(len(r.ids), sum(mask), row.turns, r.finish_reason, r.version, r.seconds, logprobs)
+
+
 def _mask(row: Row) -> tuple[bool, ...]:
     """Which of the response's tokens the policy sampled."""
     return row.mask if row.mask is not None else (True,) * len(row.response.ids)
@@ -457,13 +476,20 @@ class LocatedError(RunError):
     """A failure that says which op on which device it was."""
 
 
-async def gather(tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run side by side; the first failure cancels the rest."""
+@contextlib.asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that run side by side; the first failure, of the body too, cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            started = [group.create_task(task) for task in tasks]
+            yield group
     except ExceptionGroup as failures:  # Python 3.11.2 would wrap what is raised in an except*
         raise failures.exceptions[0] from None
+
+
+async def gather(tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run side by side; the first failure cancels the rest."""
+    async with together() as group:
+        started = [group.create_task(task) for task in tasks]
     return [task.result() for task in started]
 
 

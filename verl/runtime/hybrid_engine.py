@@ -478,7 +478,8 @@ class _Places:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
         rank = dist.get_rank()
         here = _torch(both[rank])
-        if here.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun counts each machine's own
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        if here.type == "cuda" and local < processes:  # torchrun counts each machine's own
             here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if here.type == "cuda":
             torch.cuda.set_device(here)

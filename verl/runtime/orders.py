@@ -71,6 +71,7 @@ class Done:
     trained: list[bool] | None = None
     kl_per_response: float | None = None
     fetched: Sequence[Transfer] = ()  # columns that came from other hosts
+    waited: float = 0.0  # seconds for all of them
 
 
 def transfer_of(part: Batch, seconds: float, source: int, target: int) -> Transfer:

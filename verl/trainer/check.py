@@ -242,11 +242,13 @@ def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Findi
         return Finding(what, "look", "it is 0: there was nothing to learn from")
     still, count = [], 0
     for role in ("actor", "critic", "process_reward"):
-        if f"{role}.safetensors" in first.files:
+        if role in first:
             old, new = (_trained(checkpoint, role) for checkpoint in (first, second))
             count += len(old)
             still += [f"{role} {name}" for name in old if torch.equal(old[name], new[name])]
     text = f"norm {norm:.3g}, " if norm is not None else ""
+    if not count:
+        return Finding(what, "unknown", f"{text}the checkpoints hold nothing that is trained")
     if not still:
         return Finding(what, "ok", f"{text}all {count} tensors change")
     shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
@@ -256,7 +258,7 @@ def _gradients(metrics: Metrics, first: Checkpoint, second: Checkpoint) -> Findi
 def _trained(checkpoint: Checkpoint, role: str) -> dict[str, torch.Tensor]:
     """What the optimizer steps on: a step may be too small to be seen in the bf16 copy of a float32 master."""
     state = checkpoint.tensors(f"{role}_optimizer")
-    masters = {name.removeprefix("master/"): t for name, t in state.items() if name.startswith("master/")}
+    masters = {name.removeprefix("master/"): state[name] for name in state if name.startswith("master/")}
     return {**checkpoint.tensors(role), **masters}
 
 

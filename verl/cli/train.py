@@ -14,7 +14,8 @@ from verl.checkpoint.store import Checkpoint
 from verl.config.errors import RequestError
 from verl.config.run import RunConfig
 from verl.metrics.sinks import last_step
-from verl.trainer.base import AllDone, Answer, Run, Summary
+from verl.trainer.base import AllDone, Run, Summary
+from verl.trainer.evaluation import Answer
 from verl.trainer.folder import holds_run, quoted
 
 SHOWN = 3

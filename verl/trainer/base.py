@@ -31,11 +31,10 @@ from verl.data import chat
 from verl.data.examples import ExampleFeed, Examples
 from verl.data.feeds import Stopped
 from verl.data.live import is_live
-from verl.data.loader import DATASETS, Prompt, PromptDataset, PromptFeed, Prompts, open_example_set, open_prompts
+from verl.data.loader import DATASETS, PromptDataset, PromptFeed, Prompts, open_example_set, open_prompts
 from verl.dataflow.graph import DataFlow
 from verl.metrics.health import GAP_BF16, GAP_FP32, Health
-from verl.metrics.names import member
-from verl.metrics.record import Recorder, Sample, Sink, check_alarms, mean_present
+from verl.metrics.record import Recorder, Sample, Sink, check_alarms
 from verl.metrics.sinks import (
     ALWAYS,
     ALWAYS_OFFLINE,
@@ -52,31 +51,12 @@ from verl.runtime.controller import Controller, LapResult
 from verl.runtime.crew import retrieved
 from verl.runtime.data import source_options, training_prompts
 from verl.runtime.launch import launch, placement_of
-from verl.runtime.orders import Shown
+from verl.trainer.evaluation import Answer, Evaluation, evaluate
 from verl.trainer.flows import flow_of, needs
 from verl.trainer.folder import Claim, clear, holds_run, quoted, writable, write_whole
 from verl.trainer.health import SkippedSteps, example_rows, sampled_rows, write_rows
-from verl.workers.rollout import Draw
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Answer:
-    """A held-out prompt and its greedy answer."""
-
-    prompt: str
-    response: str
-    reward: float | None
-
-
-@dataclass
-class Evaluation:
-    """Greedy answers on the held-out set after ``step`` laps; metrics are named as in docs/metrics.md."""
-
-    step: int
-    metrics: dict[str, float]
-    answers: list[Answer] = field(repr=False)
 
 
 @dataclass
@@ -465,37 +445,14 @@ class Run:
         """Greedy answers to the held-out prompts, scored by the run's rewards; of held-out rows the loss's numbers."""
         assert self.held_out is not None
         limit = min(self.cfg.eval.limit or len(self.held_out), len(self.held_out))
-        start, step = time.perf_counter(), self.controller.step
-        answers: list[Answer] = []
         rows = [self.held_out[i] for i in range(limit)]
-        if isinstance(self.controller.source, Sampler):
-            self._await(self.controller.publish())
-            sampler = self.controller.source
-            draws = [Draw(i, prompt) for i, prompt in enumerate(rows)]
-            collected, shown = self._await(self._answer(sampler, draws))
-            metrics = _evaluation_metrics(collected)
-            answers = [
-                Answer(_question(row.draw.prompt), told.text(self.tokenizer), total)
-                for row, told, total in zip(collected.rows, shown, collected.scores.totals, strict=True)
-            ]
-        else:
-            judged: dict[str, float] = self._await(self.controller.judge(rows))
-            metrics = {f"eval/{name.rpartition('/')[2]}": value for name, value in judged.items()}
-            metrics["eval/rows"] = float(len(rows))
-        metrics["time/eval"] = time.perf_counter() - start
-        if step == 0:  # later ones are part of their step's metrics
-            self.say("held-out, before training: " + ", ".join(f"{k} {v:.3g}" for k, v in metrics.items()))
+        self.after = self._await(evaluate(self.controller, rows, self.tokenizer))
+        if self.after.step == 0:  # later ones are part of their step's metrics
+            told = ", ".join(f"{k} {v:.3g}" for k, v in self.after.metrics.items())
+            self.say(f"held-out, before training: {told}")
         if self._evaluations is not None:
-            self._evaluations.append({"step": step, **metrics})
-        self.after = Evaluation(step, metrics, answers)
+            self._evaluations.append({"step": self.after.step, **self.after.metrics})
         return self.after
-
-    @staticmethod
-    async def _answer(sampler: Sampler, draws: list[Draw]) -> tuple[Collected, list[Shown]]:
-        collected = await sampler.sample(draws, 1, sampler.greedy)
-        shown = await sampler.show(collected.rows)
-        await sampler.crew.everywhere("empty_pool")
-        return collected, shown
 
     # -- stops -----------------------------------------------------------------------------------------------------
 
@@ -631,12 +588,6 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _question(prompt: Prompt) -> str:
-    """The prompt as its author wrote it; of a dialogue the last turn."""
-    asked = prompt.fields.get("prompt", prompt.text)
-    return asked if isinstance(asked, str) else str(asked[-1]["content"])
-
-
 def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Rows for ``samples.jsonl``: evenly spaced over the lap."""
     scores = collected.scores
@@ -660,21 +611,6 @@ def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[S
         for i, told in collected.shown.items()
         for row in [collected.rows[i]]
     ]
-
-
-def _evaluation_metrics(collected: Collected) -> dict[str, float]:
-    rows, totals = collected.rows, collected.scores.totals
-    reward, scored = mean_present(totals)
-    metrics: dict[str, float | None] = {
-        "eval/reward_mean": reward,
-        "eval/accuracy": sum(t is not None and t >= 1 for t in totals) / scored if scored else None,
-        "eval/length_mean": sum(row.length for row in rows) / len(rows),
-        "eval/truncated": sum(row.finish_reason == "length" for row in rows) / len(rows),
-        "eval/rows": len(rows),
-    }
-    for name, values in (collected.scores.per_reward | collected.scores.extra).items():
-        metrics[member("eval/<name>", name)] = mean_present(values)[0]
-    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -338,7 +338,12 @@ def _other_model(place: Path) -> None:
     f_llama(seed=1).save_pretrained(place / "model")
 
 
+def _other_reward(place: Path) -> None:
+    (place / "my_rewards.py").write_text(REWARDS + "\n\nCHANGED = True\n")
+
+
 CHANGES = {
+    "reward": (_other_reward, [], ["the file of reward_fn my_rewards:low"]),
     "model": (_other_model, [], ["the files of actor_model_config.model_name_or_path"]),
     "rows": (_other_rows, [], ["the data set"]),
     "template": (_other_template, [], ["the chat template"]),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
+import sys
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -44,8 +48,32 @@ def fingerprint(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str, r
     named = {key: getattr(getattr(cfg, key), "model_name_or_path", None) for key in MODELS}
     return {
         "data": data, "template": template, "tokenizer": chat.fingerprint(words), "rows": rows, "config": dump(cfg),
-        "models": {key: mark(name) for key, name in named.items() if isinstance(name, str)},
+        "models": {key: mark(name) for key, name in named.items() if isinstance(name, str)}, "code": _code(cfg),
     }  # fmt: skip
+
+
+def _code(cfg: RunConfig) -> dict[str, str]:
+    """Of what ``module:function`` names, the mark of its file; of what can't be found nothing, which others tell."""
+    entries = cfg.reward_fn if isinstance(cfg.reward_fn, list) else [cfg.reward_fn]
+    specs = [("reward_fn", entry.get("name") if isinstance(entry, Mapping) else entry) for entry in entries]
+    found = {}
+    for key, spec in (*specs, ("rollout.environment", cfg.rollout.environment)):
+        module, _, name = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+        if name and (file := _file(module)):
+            found[f"{key} {spec}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def _file(module: str) -> Path | None:
+    """A module's file, looked for as an import would, but nothing is run."""
+    path: Any = [os.getcwd(), *sys.path]
+    origin = None
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        path, origin = spec.submodule_search_locations, spec.origin if spec.has_location else None
+    return Path(origin) if origin else None
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -54,6 +82,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [name for key, name in names.items() if saved[key] != now[key]]
     marks = [(key, was, now["models"].get(key)) for key, was in saved.get("models", {}).items()]
     found += [f"the files of {key}.model_name_or_path" for key, was, new in marks if was and new and was != new]
+    code = now.get("code", {})
+    found += [f"the file of {what}" for what, was in saved.get("code", {}).items() if code.get(what, was) != was]
     found += _settings(yaml.safe_load(saved["config"]), yaml.safe_load(now["config"]))
     return found or ([] if saved["rows"] == now["rows"] else ["how rows become tokens"])
 

@@ -26,11 +26,6 @@ def test_peers_differ_in_one_axis(axis, peers):
     assert all(BOX.peers(rank, axis) == peers for rank in peers)
 
 
-def test_a_group_s_columns_are_kept_by_the_first_rank_of_its_last_stage():
-    assert [BOX.keeper(dp) for dp in range(3)] == [12, 16, 20]
-    assert [Layout(dp=2, tp=2).keeper(dp) for dp in range(2)] == [0, 2]
-
-
 def test_what_the_other_axes_leave_is_data_parallel():
     assert Layout.of(8, tp=2) == Layout(dp=4, tp=2)
     assert Layout.of(1) == Layout()

@@ -144,7 +144,6 @@ def test_nothing_to_compute_is_no_pass_on_any_rank():
 def test_a_rank_without_rows_is_padded():
     (mini,) = seat([5] * 3, [4] * 3, [0, 1, 2], ranks=4, mini_batch_rows=3, micro_rows=2).mini_batches
     assert [micros == [[]] for micros in mini.ranks].count(True) == 1
-    assert mini.padding == 1
 
 
 def test_wrong_requests_are_refused():

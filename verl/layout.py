@@ -81,9 +81,5 @@ class Layout:
         here = vars(self.place(rank))
         return [self.rank(Place(**{**here, axis: at})) for at in range(self._sizes()[axis])]
 
-    def keeper(self, dp: int) -> int:
-        """The rank that keeps the columns of data-parallel group ``dp``: the first of its last pipeline stage."""
-        return self.rank(Place(self.pp - 1, dp, 0, 0))
-
     def _sizes(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -34,11 +34,6 @@ class MiniBatch:
     ranks: list[list[list[int]]]
     totals: Totals
 
-    @property
-    def padding(self) -> int:
-        """Empty micro-batches over all ranks."""
-        return sum(not micro for micros in self.ranks for micro in micros)
-
 
 @dataclass(frozen=True)
 class Seats:

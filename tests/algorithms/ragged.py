@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.reduce import row_counts
+from verl.seats import Totals
+
 
 class Rows(NamedTuple):
     """``mask`` and ``row`` of ``n`` rows; row 1 is masked out entirely, the others have holes (tool tokens)."""
@@ -38,3 +41,9 @@ def rows(lengths: tuple[int, ...] = (5, 3, 9, 1, 4, 6, 7, 2), seed: int = 0) -> 
         mask[(row == i).nonzero()[0]] = True
     mask[row == 1] = False
     return Rows(mask, row, len(lengths))
+
+
+def totals_of(mask: Tensor, row: Tensor, n_rows: int) -> Totals:
+    """The denominators of these rows, which ``seats`` knows from lengths alone."""
+    counts = row_counts(mask, row, n_rows)
+    return Totals(tokens=int(counts.sum()), rows=int((counts > 0).sum()))

@@ -9,16 +9,14 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.algorithms.ragged import rows
+from tests.algorithms.ragged import rows, totals_of
 from verl.algorithms.reduce import (
     masked_mean,
-    masked_moments,
     masked_whiten,
     reduce_loss,
     row_counts,
     row_sums,
     select,
-    totals_of,
 )
 from verl.config.algorithm import Reduction
 from verl.seats import Totals
@@ -119,12 +117,3 @@ def test_whiten_is_its_formula():
     expected = [(x - mean) / math.sqrt(variance + 1e-8) for x in inside]
     assert got[R.mask].tolist() == pytest.approx(expected, rel=1e-9)
     assert (got[~R.mask] == 0).all()
-
-
-def test_whiten_over_ranks_equals_whiten_over_all():
-    values = R.values(6)
-    expected = masked_whiten(values, R.mask)
-    cuts = [R.cut(0, 3), R.cut(3, 8)]
-    moments = sum(masked_moments(values[part], mask) for part, mask, _, _ in cuts)
-    got = torch.cat([masked_whiten(values[part], mask, moments) for part, mask, _, _ in cuts])
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)

@@ -238,7 +238,7 @@ def updates(kind: Kind) -> dict[str, Update]:
 def updated(kind: Kind) -> dict[str, Told]:
     """Each of the updates, from the same start."""
     engine = kind.engine(policy(f_llama()), SGD)
-    start, facts = {name: t.detach().clone() for name, t in engine.shards()}, engine.state()[1]
+    start, facts = {name: t.detach().clone() for name, t in engine.shards()}, engine.optimizer.facts
     layers = engine.model.decoder.layers if isinstance(engine, MegatronEngine) else engine.module.backbone.layers
     passes: list[None] = []
     layers[0].register_forward_pre_hook(lambda *_: passes.append(None))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.algorithms.facts import estimator_facts, loss_facts, loss_of, per_token
-from tests.algorithms.ragged import Rows
+from tests.algorithms.ragged import Rows, totals_of
 from tests.cases.binary_policy import Row, accumulate, over_ranks
 from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.policy import POLICY_LOSSES
-from verl.algorithms.reduce import masked_whiten, reduce_loss, totals_of
+from verl.algorithms.reduce import masked_whiten, reduce_loss
 from verl.seats import Totals, seat
 
 LENGTHS = torch.tensor([10, 5, 15])

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
+from tests.engines.pieces import saved_state
 from tests.models.test_adapters import trained_adapter
 from tests.models.zoo import rows
 from tests.tiny import f_bpe, f_llama, save
@@ -114,13 +115,13 @@ def test_a_resumed_run_has_the_same_reference_and_the_trained_adapter(folder, tm
     ref = of_reference(policy, engine, batch)
     for _ in range(2):
         engine.update(batch, MICRO, nll, LOGPROBS, 1.0)
-    tensors, facts = engine.state()
+    tensors, facts = saved_state(engine)
     shards = {n: t.detach().clone() for n, t in engine.shards()}
     assert not any("reference" in n for n in [*shards, *tensors])
     here = engine.forward(batch, MICRO, LOGPROBS, 0.7)["logprobs"].values
 
     again, resumed = started(folder)
-    resumed.restore(shards, {n: t.detach().clone() for n, t in tensors.items()}, facts)
+    resumed.restore(shards, tensors, facts)
     assert torch.equal(resumed.forward(batch, MICRO, LOGPROBS, 0.7)["logprobs"].values, here)
     assert torch.equal(of_reference(again, resumed, batch), ref)
     for e in (engine, resumed):

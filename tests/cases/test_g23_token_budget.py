@@ -31,7 +31,6 @@ def test_a_rank_with_fewer_rows_cuts_finer_and_then_runs_empty_passes():
     (mini,) = seat([0] * 3, [95, 95, 20], [0, 1, 2], **shape).mini_batches
     assert [len(micros) for micros in mini.ranks] == [2, 2]
     assert sorted(len(micro) for micros in mini.ranks for micro in micros) == [0, 1, 1, 1]
-    assert mini.padding == 1
     rows: list[Row] = [([1] * n, [1] * n, a) for n, a in zip([95, 95, 20], [1.0, -0.5, 2.0], strict=True)]
     single = accumulate(rows, [[0, 1, 2]], mini.totals, "token-mean")
     assert over_ranks(rows, mini, "token-mean") == pytest.approx(single, abs=1e-12)

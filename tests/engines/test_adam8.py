@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.engines.pieces import gathered_state, saved_state
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import BOTH, batch, loss_fn, policy
 from tests.tiny import f_llama
@@ -67,13 +68,12 @@ def test_restoring_goes_on_to_its_rounding(dtype):
     steps(straight, Optimizer(straight, cfg(), None), range(4))
     optimizer = Optimizer(first, cfg(), None)
     steps(first, optimizer, range(2))
-    tensors, facts = optimizer.state()
-    saved = {n: t.clone() for n, t in tensors}
+    saved, facts = gathered_state(optimizer), optimizer.facts
     assert {n.partition("/")[0] for n in saved} - {"master"} == {"step", "exp_avg", "exp_avg_sq"}
     second = [(n, nn.Parameter(p.detach().clone())) for n, p in first]
     again = Optimizer(second, cfg(), None)
     again.restore(saved, facts)
-    kept = dict(again.state()[0])
+    kept = gathered_state(again)
     for name, tensor in saved.items():
         loose = 0 if tensor.numel() < 4096 else tensor.abs().max().item() / 128
         torch.testing.assert_close(kept[name], tensor, atol=loose, rtol=0, msg=name)
@@ -103,7 +103,7 @@ def trained(saved: Any = None) -> tuple[Any, ...]:
         e.update(batch(), cut, loss_fn, BOTH, 0.8)
     moments = [state["state1"].dtype for state in e.optimizer._torch[0].state.values()]
     assert torch.uint8 in moments and torch.float32 in moments
-    return {n: t.detach().clone() for n, t in e.shards()}, *e.state()
+    return {n: t.detach().clone() for n, t in e.shards()}, *saved_state(e)
 
 
 def test_two_ranks_save_what_one_goes_on_with():

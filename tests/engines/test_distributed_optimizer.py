@@ -63,7 +63,7 @@ def trained(name: str, dtype: torch.dtype, offload: bool = False, apart: tuple[s
         assert optimizer.step(1.0) == (1.0, True)
     assert storage == [p.data_ptr() for p in named.values()], "written in place"
     state = {}
-    for key, tensor in optimizer.state()[0]:
+    for key, tensor, _ in optimizer.held():
         parameter = key.partition("/")[2]
         whole = tensor.ndim > 0 and dist.is_initialized()
         state[key] = optimizer.whole(parameter, tensor) if whole else tensor

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.engines.pieces import saved_state
 from tests.tiny import f_gpt2, f_llama
 from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError
@@ -119,10 +120,10 @@ def test_forward_needs_each_row_once(micro_batches):
 
 def unchanged(engine, run):
     weights = {n: t.clone() for n, t in engine.shards()}
-    state = {n: t.clone() for n, t in engine.state()[0].items()}
+    state = saved_state(engine)[0]
     report = run()
     assert all(torch.equal(t, weights[n]) for n, t in engine.shards())
-    assert all(torch.equal(t, state[n]) for n, t in engine.state()[0].items())
+    assert all(torch.equal(t, state[n]) for n, t in saved_state(engine)[0].items())
     return report
 
 
@@ -154,7 +155,7 @@ def test_a_reference_can_only_compute():
     assert engine.forward(batch(), ALL, LOGPROBS, 1.0)["logprobs"].values.isfinite().all()
     with pytest.raises(RuntimeError, match="no trainable"):
         engine.update(batch(), ALL, loss_fn, LOGPROBS, 1.0)
-    assert engine.state() == ({}, {})
+    assert saved_state(engine) == ({}, {})
 
 
 def test_a_model_on_the_cpu_has_nothing_to_offload():
@@ -206,8 +207,7 @@ def test_restoring_goes_on_bit_for_bit(kind):
     torch.manual_seed(0)
     first = fresh()
     run(first, 2)
-    tensors, facts = first.state()
-    saved = {n: t.clone() for n, t in first.shards()}, {n: t.clone() for n, t in tensors.items()}, facts
+    saved = {n: t.clone() for n, t in first.shards()}, *saved_state(first)
     second = fresh()
     second.restore(*saved)
     run(second, 2)

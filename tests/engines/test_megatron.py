@@ -183,8 +183,7 @@ def test_what_one_engine_saved_goes_on_on_another(n, dtype):
     case = Case(dtype=dtype, optimizer=DECAYING, steps=2)
     straight = spread.saved(replace(case.alone, steps=6))
     first = spread.saved(case.alone)
-    second, *others = run(n, saved, replace(case, pp=2), first)
-    assert all(other[1] == {} for other in others), "the first rank's is the whole"
+    second, *_ = run(n, saved, replace(case, pp=2), first)
     third, *_ = run(n, saved, replace(case, tp=2), second)
     loose = 0.05 if dtype == "bfloat16" else 2e-5
     assert third[2] == straight[2]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engines.pieces import gathered_state
 from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
 from verl.engines.optim import Optimizer, learning_rate
@@ -82,12 +83,12 @@ def test_a_gradient_that_isnt_finite_changes_nothing_but_the_clock(bad):
     backward(named, 0)
     optimizer.step()
     before = [p.detach().clone() for _, p in named]
-    state = {n: t.clone() for n, t in optimizer.state()[0]}
+    state = gathered_state(optimizer)
     backward(named, 1, scale=bad)
     norm, stepped = optimizer.step()
     assert not stepped and not math.isfinite(norm)
     assert all(torch.equal(p, b) for (_, p), b in zip(named, before, strict=True))
-    assert all(torch.equal(t, state[n]) for n, t in optimizer.state()[0])
+    assert all(torch.equal(t, state[n]) for n, t in gathered_state(optimizer).items())
     assert optimizer.step_number == 2
 
 
@@ -130,8 +131,7 @@ def test_restoring_goes_on_bit_for_bit(dtype, name):
     first = params(dtype)
     optimizer = Optimizer(first, cfg, 4, matrices={"w"})
     run(first, optimizer, range(2))
-    tensors, facts = optimizer.state()
-    tensors = {n: t.clone() for n, t in tensors}
+    tensors, facts = gathered_state(optimizer), optimizer.facts
     second = [(n, nn.Parameter(p.detach().clone())) for n, p in first]
     again = Optimizer(second, cfg, 4, matrices={"w"})
     again.restore(tensors, facts)
@@ -145,8 +145,7 @@ def trained(dtype, name, offload, start=None):
     cfg = OptimizerConfig(name=name, lr=0.03, weight_decay=0.1, max_grad_norm=0.5)
     optimizer = Optimizer(named, cfg, None, matrices={"w"}, offload=offload)
     if start is not None:
-        tensors, facts = start[1].state()
-        optimizer.restore(dict(tensors), facts)
+        optimizer.restore(gathered_state(start[1]), start[1].facts)
     for seed in (0, 1) if start is None else (2, 3):
         for micro in range(2):
             backward(named, 10 * seed + micro)

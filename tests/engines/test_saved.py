@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.pieces import gathered_state, joined
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import loss_fn
 from tests.engines.test_spread import DECAYING, MUON, Case, engine, mine, rows
@@ -26,26 +27,12 @@ def told(case: Case) -> tuple[Told, Told]:
     pieces = [p._replace(tensor=p.tensor.detach().clone()) for p in weights], list(state), facts
     assert not list(e.saved(False)[1]) and e.saved(False)[2] == {}
     shards = [whole(name, t.detach().clone()) for name, t in e.shards()]
-    tensors, facts = e.state()
-    return pieces, (shards, [whole(name, t) for name, t in tensors.items()], facts)
+    state = [whole(name, t) for name, t in gathered_state(e.optimizer).items()]
+    return pieces, (shards, state, e.optimizer.facts)
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
-
-
-def joined(pieces: list[Piece]) -> dict[str, Tensor]:
-    """Each value must come once."""
-    found: dict[str, Tensor] = {}
-    seen: dict[str, Tensor] = {}
-    for name, tensor, shape, start in pieces:
-        into = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
-        count = seen.setdefault(name, torch.zeros(shape))
-        box = tuple(slice(at, at + n) for at, n in zip(start, tensor.shape, strict=True))
-        into[box] = tensor
-        count[box] += 1
-    assert all(count.eq(1).all() for count in seen.values()), {n: c for n, c in seen.items() if not c.eq(1).all()}
-    return found
 
 
 CASES = {

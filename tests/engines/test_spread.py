@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers as hf
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engines.pieces import saved_state
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import ADAM, BOTH, batch, loss_fn, policy
 from tests.tiny import f_gpt2, f_llama
@@ -93,7 +94,6 @@ class Case:
     model: str = "llama"
     kind: str = "policy"  # or value, shared, lora
     dtype: str = "float32"
-    compute_dtype: str | None = None
     cpu_offload: bool = False
     micro_rows: int = 6
     share_prompts: bool = True
@@ -117,8 +117,6 @@ def engine(case: Case) -> FsdpEngine:
     spread = {"mesh": mesh, "sharding": case.sharding, "context": context_group(layout)} if mesh else {}
     if case.cpu_offload:
         spread["cpu_offload"] = True
-    if mesh and case.compute_dtype:
-        spread["compute_dtype"] = getattr(torch, case.compute_dtype)
     torch.manual_seed(0)  # peft draws A from the global state
     module: Any = policy(MODELS[case.model](), getattr(torch, case.dtype), use_lora=case.kind == "lora", lora_r=3)
     if mesh:
@@ -126,7 +124,6 @@ def engine(case: Case) -> FsdpEngine:
     if case.kind == "shared":  # its backbone is spread by the actor's engine
         FsdpEngine(module, case.optimizer, None, case.recompute, **spread)
         module = SharedValue(module)
-        spread.pop("compute_dtype", None)
     elif case.kind == "value":
         module = Value(module.lm)
     return FsdpEngine(module, case.optimizer, None, case.recompute, compile_backend=case.compile_backend, **spread)
@@ -384,18 +381,6 @@ def test_bf16_parameters_train_on_fp32_masters(case):
     assert min(moved) > 0.1, "single steps of 1e-4 are below bf16's last digit of most weights"
 
 
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_fp32_shards_may_compute_in_bf16(sharding):
-    case = Case(sharding, compute_dtype="bfloat16")
-    (ours, _), exact = run(2, train, case), train(case)
-    assert {t.dtype for t in ours["shards"].values()} == {torch.float32}
-    for ours_, theirs in zip(ours["reports"], exact["reports"], strict=True):
-        assert ours_.grad_norm == pytest.approx(theirs.grad_norm, rel=0.1)
-        assert ours_.grad_norm != theirs.grad_norm
-    with pytest.raises(RequestError, match="compute_dtype"):
-        FsdpEngine(policy(f_llama()), ADAM, compute_dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
 def test_g06_one_rank_fully_masked_of_two(sharding):
     case, poison = Case(sharding), {"masked": 3}
@@ -443,7 +428,7 @@ def saved_by(e: TrainEngine, steps: int, cut: list[list[int]], want: frozenset[s
     for _ in range(steps):
         e.update(rows(), cut, loss_fn, want, 0.8)
     shards = {name: t.detach().to("cpu", copy=True) for name, t in e.shards()}
-    return shards, *e.state()
+    return shards, *saved_state(e)
 
 
 def saved(case: Case, start: Saved | None = None) -> Saved:
@@ -468,8 +453,7 @@ DECAYING = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=2)
 def test_what_n_ranks_saved_goes_on_on_m_ranks(change):
     case = Case(optimizer=DECAYING, steps=2)
     case = replace(case, **change)
-    first, *others = run(4, saved, replace(case, tp=1 if case.kind == "value" else 2))
-    assert all(other[1] == {} for other in others), "the first rank's is the whole"
+    first = run(4, saved, replace(case, tp=1 if case.kind == "value" else 2))[0]
     straight = saved(replace(case, steps=4))
     loose = 0.05 if case.dtype == "bfloat16" else 2e-5
     for n, spread in [(0, case), (1, case), (2, replace(case, sharding="NO_SHARD")), (2, case), (4, case)]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engines.pieces import gathered_state, saved_state
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import BOTH, batch, loss_fn, policy
 from tests.engines.test_spread import DECAYING, MUON, PLAIN, Case, agree, engine, mine, rows, train
@@ -28,7 +29,7 @@ def test_one_gpu_steps_on_the_cpu(dtype, optimizer):
         assert outside.skipped is None and outside.grad_norm == pytest.approx(inside.grad_norm, rel=near)
     offloaded = engines[1].optimizer
     assert all(p.is_cuda for _, p in engines[1].module.trainable())
-    assert all(not t.is_cuda for _, t in offloaded.state()[0]) and all(
+    assert all(not t.is_cuda for t in gathered_state(offloaded).values()) and all(
         not p.is_cuda for p in offloaded.masters.values()
     )
     loose = 1e-4 if dtype == torch.float32 and optimizer is not MUON else 0.06
@@ -45,14 +46,9 @@ def goes_on(case: Case) -> list[bool]:
         e.update(rows(), cut, loss_fn, case.want, 0.8)
 
     step(straight), step(straight), step(first)
-    second.restore({n: t.detach().clone() for n, t in first.shards()}, dict(saved_by_all(first)), {"step": 1})
+    second.restore({n: t.detach().clone() for n, t in first.shards()}, *saved_state(first))
     step(second)
     return [torch.equal(a, b) for (_, a), (_, b) in zip(straight.shards(), second.shards(), strict=True)]
-
-
-def saved_by_all(e: FsdpEngine):
-    """Every rank needs the whole state."""
-    return ((name, tensor.cpu()) for name, tensor in e.optimizer.state()[0])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hybrid.toy import Case, cases, toy
+from tests.hybrid.toy import Case, cases, sent, toy
 from verl.config.errors import RequestError
 from verl.hybrid.reshard import (
     Box,
@@ -68,7 +68,7 @@ def test_a_rank_receives_what_it_wants_less_what_it_has(case: Case):
             mine = [common for own in has.get(name, ()) if (common := meet(own, box)) is not None]
             lacks += 2 * (elements(box) - sum(map(elements, mine)))
         assert made.received(rank) == lacks
-    assert sum(map(made.received, wanted)) == sum(map(made.sent, held))
+    assert sum(map(made.received, wanted)) == sum(sent(made, rank) for rank in held)
 
 
 def even(tp: int) -> list[Weight]:
@@ -117,7 +117,7 @@ def test_the_near_and_the_idle_send():
     wanted = {rank: held[0] for rank in (4, 5)}
     made = plan(weights, held, wanted, node=lambda rank: {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 0}[rank])
     assert {(m.source // 2, m.target) for m in made.moves} == {(1, 4), (0, 5)}
-    assert len({made.sent(rank) for rank in held}) == 1
+    assert len({sent(made, rank) for rank in held}) == 1
 
 
 def test_what_nobody_holds_is_an_error():

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.forks import FORKS
 from verl.hybrid import publish
 from verl.hybrid.publish import Corridor, Report
-from verl.hybrid.reshard import Box, Holdings, Weight, generation, training
+from verl.hybrid.reshard import Box, Holdings, Plan, Weight, generation, training
 from verl.hybrid.table import Part, Table
 from verl.hybrid.transport import Distributed
 from verl.layout import Layout
@@ -100,6 +100,11 @@ def values(weights: Sequence[Weight], version: int, dtype: torch.dtype) -> dict[
         for tensor in made.values():
             tensor += (torch.rand(tensor.shape, generator=draw) < 0.1) * torch.rand(tensor.shape, generator=draw)
     return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def sent(plan: Plan, rank: int) -> int:
+    """Bytes that go to other ranks."""
+    return sum(move.bytes for move in plan.crossing if move.source == rank)
 
 
 def cut(full: Tensor, box: Box) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.models.logprobs import head_logits, token_logprobs
+from verl.models.logprobs import add_product, head_logits, token_logprobs
 
 N, D, V = 11, 6, 17
 
@@ -153,3 +153,14 @@ def test_the_kernels_of_a_gpu_compute_the_same():
     env, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_runs_add_up_in_float32(dtype):
+    g = torch.Generator().manual_seed(0)
+    total, expected = torch.zeros(9, 5), torch.zeros(9, 5, dtype=torch.float64)
+    for _ in range(40):
+        slopes, hidden = (torch.randn(6, n, generator=g).to(dtype) for n in (9, 5))
+        add_product(total, slopes.t(), hidden)
+        expected += slopes.t().double() @ hidden.double()
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)

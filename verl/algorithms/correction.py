@@ -20,13 +20,11 @@ class CorrectionWeights(NamedTuple):
     """Detached. Statistics are float64 *sums* over masked tokens: they add over micro-batches and ranks."""
 
     weights: Tensor  # [T] float32, 0 outside the mask and where rejected
-    kept: Tensor  # [T] bool, the mask without rejected tokens
     total: Tensor  # [] of the weights
     squares: Tensor  # [] of the squared weights
     ratio_total: Tensor  # [] of e^q itself: how far apart the two are, whatever the correction
     ratio_squares: Tensor  # []
     changed: Tensor  # [] tokens whose weight the cap lowered or that were rejected
-    rejected: Tensor  # [] tokens with weight 0
     kl: Tensor  # [] sum of k3 estimates of KL(sampled, old)
 
 
@@ -48,8 +46,8 @@ def correction_weights(
     - ``icepop``: ``e^q`` inside [floor, cap], else 0, per token (arXiv 2510.18855)
     - ``reject``: 0 for a row whose geometric mean ratio ``e^(mean of q)`` is outside [floor, cap], else 1
 
-    Log-ratios are clamped to +-20 before exp. A rejected token has no gradient but stays in the loss's denominators,
-    unless the caller goes on with ``kept`` as the mask. ``ValueError`` for an unknown correction.
+    Log-ratios are clamped to +-20 before exp. A rejected token has no gradient but stays in the loss's denominators.
+    ``ValueError`` for an unknown correction.
     """
     q = select(old_logprobs.detach(), mask) - select(sampled_logprobs.detach(), mask)
     ratio, kept, truncated = _exp(q), mask, torch.zeros_like(mask)
@@ -70,13 +68,11 @@ def correction_weights(
     weights, ratio = select(weights, kept).float(), select(ratio, mask).double()
     return CorrectionWeights(
         weights=weights,
-        kept=kept,
         total=weights.double().sum(),
         squares=weights.double().square().sum(),
         ratio_total=ratio.sum(),
         ratio_squares=ratio.square().sum(),
         changed=(mask & (truncated | ~kept)).sum(),
-        rejected=(mask & ~kept).sum(),
         kl=kl_estimate(sampled_logprobs.detach(), old_logprobs.detach(), mask, "k3").double().sum(),
     )
 

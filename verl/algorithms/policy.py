@@ -24,7 +24,6 @@ class PolicyLoss(NamedTuple):
 
     losses: Tensor  # [T], 0 outside the mask
     clipped: Tensor  # [] tokens whose gradient the clip took away; cispo: whose weight it bounded
-    dual_clipped: Tensor  # [] tokens whose gradient the dual clip took away
     approx_kl: Tensor  # [] sum of k3 estimates of KL(old, new)
     ratio_max: Tensor  # [] largest rho; 0 without tokens; combined by max, not by sum
 
@@ -40,15 +39,11 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def _loss(
-    losses: Tensor, log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None, dual_clipped: Tensor | None = None
-) -> PolicyLoss:
+def _loss(losses: Tensor, log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None) -> PolicyLoss:
     with torch.no_grad():
-        nothing = torch.zeros_like(mask)
         return PolicyLoss(
             losses=losses,
-            clipped=(nothing if clipped is None else clipped & mask).sum(),
-            dual_clipped=(nothing if dual_clipped is None else dual_clipped & mask).sum(),
+            clipped=(torch.zeros_like(mask) if clipped is None else clipped & mask).sum(),
             approx_kl=_k3(log_ratio).sum(),
             ratio_max=torch.cat([select(log_ratio.exp(), mask), log_ratio.new_zeros(1)]).max(),
         )
@@ -77,11 +72,10 @@ def ppo_loss(
     """
     log_ratio, advantages = _log_ratio(logprobs, old_logprobs, mask), select(advantages.detach(), mask)
     losses, clipped = _clipped_surrogate(log_ratio.exp(), advantages, clip_low, clip_high)
-    if dual_clip is None:
-        return _loss(losses, log_ratio, mask, clipped)
-    ceiling = -dual_clip * advantages
-    dual_clipped = (advantages < 0) & (losses > ceiling)
-    return _loss(torch.where(dual_clipped, ceiling, losses), log_ratio, mask, clipped, dual_clipped)
+    if dual_clip is not None:
+        ceiling = -dual_clip * advantages
+        losses = torch.where((advantages < 0) & (losses > ceiling), ceiling, losses)
+    return _loss(losses, log_ratio, mask, clipped)
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:

@@ -47,19 +47,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return select(values, mask).sum() / mask.sum().clamp(min=1)
 
 
-def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """``[3]`` float64: count, sum and sum of squares of the masked values. They add over data-parallel ranks."""
-    selected = select(values.detach(), mask).double()
-    return torch.stack([mask.sum().double(), selected.sum(), selected.square().sum()])
-
-
-def masked_whiten(values: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """``(x - mean) / sqrt(var + 1e-8)`` on masked tokens, 0 elsewhere; ``[T]``.
 
-    ``var`` is the unbiased variance. ``moments``: ``masked_moments`` summed over all ranks; default: of these values.
-    One valid value has no spread: the result is 0, with a warning.
+    ``var`` is the unbiased variance. One valid value has no spread: the result is 0, with a warning.
     """
-    count, total, squares = (masked_moments(values, mask) if moments is None else moments).tolist()
+    selected = select(values.detach(), mask).double()
+    count, total, squares = torch.stack([mask.sum().double(), selected.sum(), selected.square().sum()]).tolist()
     if count < 2:
         if count:
             warnings.warn("whitening over one valid token: its advantage is 0", RuntimeWarning, stacklevel=2)
@@ -67,12 +61,6 @@ def masked_whiten(values: Tensor, mask: Tensor, moments: Tensor | None = None) -
     mean = total / count
     variance = max(squares - count * mean * mean, 0.0) / (count - 1)
     return select(((values.double() - mean) / (variance + 1e-8) ** 0.5).to(values.dtype), mask)
-
-
-def totals_of(mask: Tensor, row: Tensor, n_rows: int) -> Totals:
-    """The denominators of these rows. ``seats`` gives the same numbers for a whole mini-batch from lengths alone."""
-    counts = row_counts(mask, row, n_rows)
-    return Totals(tokens=int(counts.sum()), rows=int((counts > 0).sum()))
 
 
 def reduce_loss(

@@ -36,7 +36,7 @@ _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def model_files(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, cfg: ModelConfig | None = None
 ) -> Callable[[Path], None]:
-    """What ``CheckpointStore.save(files={"hf": ...})`` puts beside the weights: all of a model but its weights.
+    """What ``write_parts(files={"hf": ...})`` puts beside the weights: all of a model but its weights.
 
     ``config.json``, ``generation_config.json``, the tokenizer's files, and ``adapter_config.json`` where peft put an
     adapter into the model (of several, the active one). The adapter's base is ``cfg.model_name_or_path`` if that names

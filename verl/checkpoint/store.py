@@ -5,8 +5,8 @@
 then named by ``root/latest``; only after that are old checkpoints removed. At each moment one complete checkpoint is
 there, at the price of disk space for one more than ``keep``.
 
-One process saves with ``save``. Where several hold the parts, one calls ``begin``, each calls ``parts.write_parts``,
-and the first calls ``commit`` with the entries of all.
+One process calls ``begin``, each that holds parts calls ``parts.write_parts``, and the first calls ``commit`` with the
+entries of all; ``save`` does these three where there is one process.
 """
 
 from __future__ import annotations

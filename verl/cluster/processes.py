@@ -31,6 +31,7 @@ from verl.cluster.group import Factory, Place, Spec, WorkerLost
 from verl.cluster.link import Link, Parts, Reply, outcome
 from verl.cluster.nursery import Nursery, Ports
 from verl.cluster.serve import START, Start
+from verl.config.devices import cores
 from verl.config.errors import RequestError
 
 GRACE = 5.0  # seconds for the workers to end by themselves
@@ -151,9 +152,8 @@ class Processes:
         self, made: bytes, specs: Sequence[Spec], preload: Sequence[str]
     ) -> tuple[Nursery, list[Future[Reply]]]:
         n = len(specs)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         environment = {
-            "OMP_NUM_THREADS": str(max(1, cores // n)),
+            "OMP_NUM_THREADS": str(max(1, cores() // n)),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # this machine's name may lead nowhere
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # CUDA, once touched, would be of no use after the fork
             **os.environ,

@@ -25,6 +25,7 @@ from verl.cluster.link import ERROR, RESULT, Parts, Reply, dumps, loads
 from verl.cluster.nodes import asked_for, existing, may_host, on_gpu
 from verl.cluster.processes import sendable
 from verl.cluster.serve import START, log_to_stderr, make
+from verl.config.devices import cores
 from verl.config.errors import RequestError
 
 try:
@@ -287,7 +288,7 @@ class _Worker:
     ) -> Reply:
         """``near``: how many workers this machine has; ``threads``: for torch, as the controller's environment says."""
         # Ray itself has set 1 by now, as for any actor with less than two CPUs; torch comes later
-        os.environ["OMP_NUM_THREADS"] = threads or str(max(1, len(os.sched_getaffinity(0)) // near))
+        os.environ["OMP_NUM_THREADS"] = threads or str(max(1, cores() // near))
         if near == len(places):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

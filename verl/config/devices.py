@@ -6,6 +6,7 @@ An entry is a GPU's number, ``cpu`` or ``cpu:1`` (each a worker process on the C
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,11 @@ class Device:
     def plain(self) -> str:
         """Without its node, as torch names it: ``cuda:1``."""
         return f"{self.kind}:{self.index}"
+
+
+def cores() -> int:
+    """Of the machine, as many as this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse(place: Any) -> list[Device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class RequestError(ValueError):
@@ -38,3 +39,9 @@ def writing(
         where = f"{key}: can't write to" if key else "can't write to"
         told = f"{where} {folder}: {error.strerror or error}"
         raise kind(f"{told}; {advice}" if advice else told) from error
+
+
+def shown(url: str) -> str:
+    """The address without what may be a secret: user, password, query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -72,7 +72,7 @@ class FsdpConfig(Section):
 
 
 class ModelConfig(Section):
-    """A trained model: the actor, or the critic."""
+    """The actor, the critic, the teacher or the process reward model."""
 
     model_name_or_path: ModelSource = Field(None, description="hub name, folder, or (from Python) a loaded module")
     dtype: Dtype = Field(

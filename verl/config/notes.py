@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from verl.config.algorithm import BUILT_IN, read_only_by
 from verl.config.batch_words import words_of
-from verl.config.devices import devices_of, workers
+from verl.config.devices import cores, devices_of, workers
 from verl.config.rules import roles_of
 from verl.config.run import RunConfig
 
@@ -110,10 +108,9 @@ def _warnings(cfg: RunConfig) -> list[str]:
                 f"rollout.{key} is {value:g}: responses come from a renormalised density, which the trainer does not "
                 f"recompute, so ratio and KL are off from the start; {key} {off:g} samples the density that is trained"
             )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cfg.num_rollout_workers > MOST_WORKERS_PER_CORE * cores:
+    if cfg.num_rollout_workers > MOST_WORKERS_PER_CORE * (n := cores()):
         found.append(
-            f"num_rollout_workers is {cfg.num_rollout_workers}, more than {MOST_WORKERS_PER_CORE} x the {cores} cores: "
+            f"num_rollout_workers is {cfg.num_rollout_workers}, more than {MOST_WORKERS_PER_CORE} x the {n} cores: "
             "they will wait for each other"
         )
     plain = type(algorithm)(name=algorithm.name).filled

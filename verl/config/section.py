@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 
 class Section(BaseModel):
@@ -20,6 +20,11 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True,
         protected_namespaces=(),
     )  # fmt: skip
+
+
+def faults(error: ValidationError) -> str:
+    """What is wrong with each key, in one line."""
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'values'}: {e['msg']}" for e in error.errors())
 
 
 def _text(value: Any) -> Any:

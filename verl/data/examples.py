@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.errors import DataError
@@ -15,7 +14,7 @@ from verl.data.masks import encode_chat
 from verl.data.pairs import TooLong, encode_completions, room_for
 from verl.data.policies import BadRowPolicy, BadRows, Numbered, Overlong
 from verl.data.rows import SIDES, Kind
-from verl.data.tables import counts_of, encode_all
+from verl.data.tables import Encoded
 
 if TYPE_CHECKING:
     import pyarrow
@@ -156,50 +155,26 @@ def _margin(row: Mapping[str, Any]) -> float | None:
     return margin
 
 
-class Examples(Sequence[Example]):
-    """All examples of a data set that passed the length policy, tokenised once.
+class Examples(Encoded[Example]):
+    """All examples of a data set; see ``Encoded``."""
 
-    ``counts``: kept, filtered, truncated (and bad). ``fingerprint`` changes with data, kind, template, tokenizer and
-    limits; a checkpoint keeps it to know its data again.
-    """
-
-    def __init__(self, table: pyarrow.Table, fields: Callable[[str], dict[str, Any]], fingerprint: str) -> None:
-        self._table, self._fields, self.fingerprint = table, fields, fingerprint
-        self.counts = counts_of(table)
-
-    @classmethod
-    def encode(
-        cls,
-        rows: Callable[[BadRows], Iterable[Numbered]],
-        fields: Callable[[str], dict[str, Any]],
-        encoder: ExampleEncoder,
-        fingerprint: str,
-        cache_dir: str | Path | None,
-    ) -> Examples:
-        """Tokenise every row, or read the table that an earlier run left in ``cache_dir`` for the fingerprint."""
+    @staticmethod
+    def _schema() -> pyarrow.Schema:
         import pyarrow as pa
 
         ids, text = pa.large_list(pa.int32()), pa.large_string()
         completion = pa.struct([("ids", ids), ("mask", pa.large_list(pa.bool_())), ("text", text)])
         columns = {"id": pa.string(), "prompt_ids": ids, "prompt_text": text, "completions": pa.large_list(completion)}
-        schema = pa.schema([*columns.items(), ("label", pa.bool_()), ("margin", pa.float64())])
-        file = Path(cache_dir) / f"{encoder.kind}-{fingerprint}.arrow" if cache_dir is not None else None
+        return pa.schema([*columns.items(), ("label", pa.bool_()), ("margin", pa.float64())])
 
-        def values(examples: Sequence[Example]) -> list[list[Any]]:
-            return [
-                [[vars(c) for c in e.completions] if name == "completions" else getattr(e, name) for e in examples]
-                for name in schema.names
-            ]
+    @classmethod
+    def _columns(cls, items: Sequence[Example]) -> list[list[Any]]:
+        return [
+            [[vars(c) for c in e.completions] if name == "completions" else getattr(e, name) for e in items]
+            for name in cls._schema().names
+        ]
 
-        return cls(encode_all(rows, encoder, schema, values, file), fields, fingerprint)
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+    def _item(self, row: dict[str, Any]) -> Example:
         sides = tuple(Completion(tuple(c["ids"]), tuple(c["mask"]), c["text"]) for c in row.pop("completions"))
         row["prompt_ids"] = tuple(row["prompt_ids"])
         return Example(**row, completions=sides, fields=self._fields(row["id"]))

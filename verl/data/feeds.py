@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from verl.config.errors import DataError
-from verl.data.order import PromptOrder
+from verl.data.order import PromptOrder, check_saved
 from verl.data.policies import BadRows, Encoder, Numbered
 
 T = TypeVar("T")
@@ -159,11 +159,7 @@ class StreamFeed(Generic[T]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; DataError for another seed or buffer, or when the stream got shorter."""
-        for name in ("seed", "shuffle", "buffer"):
-            if state[name] != getattr(self, name):
-                raise DataError(
-                    f"the saved data position is for {name} {state[name]}, this run has {getattr(self, name)}"
-                )
+        check_saved(state, seed=self.seed, shuffle=self.shuffle, buffer=self.buffer)
         self._epoch, self._drawn, self._left = int(state["epoch"]), 0, None
         self._draw(int(state["drawn"]), keep=False)
         if self._drawn != int(state["drawn"]):

@@ -17,10 +17,10 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from verl.config.errors import DataError
-from verl.config.section import Section
+from verl.config.section import Section, faults
 from verl.data.endpoint import Endpoint, is_object
 from verl.data.feeds import Stopped
-from verl.data.order import PromptOrder
+from verl.data.order import PromptOrder, check_saved
 from verl.data.policies import BadRows, Encoder, Numbered
 from verl.data.sources import Broken, Row, Source, read_line
 
@@ -47,8 +47,7 @@ class LiveSource(Section):
         try:
             return LiveSource.model_validate(dict(spec))
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'values'}: {e['msg']}" for e in error.errors())
-            raise DataError(f"live source: {wrong}") from error
+            raise DataError(f"live source: {faults(error)}") from error
 
     @property
     def file(self) -> Path:
@@ -215,11 +214,7 @@ class LiveFeed(Generic[T]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; DataError for another seed, or when the file's rows are others."""
-        for name in ("seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise DataError(
-                    f"the saved data position is for {name} {state[name]}, this run has {getattr(self, name)}"
-                )
+        check_saved(state, seed=self.seed, shuffle=self.shuffle)
         self._starts, self._offset, self._digest = array("q"), 0, hashlib.sha256()
         while len(self._starts) < state["rows"] and (line := _line_at(self.source.file, self._offset)) is not None:
             text, end = line

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verl.config.errors import DataError
+
+
+def check_saved(state: Mapping[str, Any], **now: Any) -> None:
+    """``DataError`` where a saved position belongs to other data or another order than what is there now."""
+    for name, value in now.items():
+        if state[name] != value:
+            what = "rows" if name == "n" else name
+            raise DataError(f"the saved data position is for {what} {state[name]}, this run has {what} {value}")
 
 
 class PromptOrder:
@@ -44,10 +53,7 @@ class PromptOrder:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; DataError when it belongs to other data or another seed."""
-        for name, now in (("n", self.n), ("seed", self.seed), ("shuffle", self.shuffle)):
-            if state[name] != now:
-                what = "rows" if name == "n" else name
-                raise DataError(f"the saved data position is for {what} {state[name]}, this run has {what} {now}")
+        check_saved(state, n=self.n, seed=self.seed, shuffle=self.shuffle)
         self.taken = int(state["taken"])
 
     def _permutation(self, epoch: int) -> np.ndarray:

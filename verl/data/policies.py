@@ -67,6 +67,10 @@ class Encoder(Protocol[T_co]):
     counts: dict[str, int]
     bad: BadRows
 
+    @property
+    def kind(self) -> str:
+        """What it makes."""
+
     def __call__(self, rows: Sequence[Numbered]) -> Sequence[T_co]:
         """Those that stay, in order; at most one for each row."""
 

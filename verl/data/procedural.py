@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from verl.config.errors import DataError
-from verl.config.section import Section
+from verl.config.section import Section, faults
 
 TOY_PROMPTS = (
     "Say hello.",
@@ -127,5 +127,4 @@ def make_rows(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         return SETS[name].model_validate(dict(spec)).rows()
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'values'}: {e['msg']}" for e in error.errors())
-        raise DataError(f"data set {name}: {wrong}") from error
+        raise DataError(f"data set {name}: {faults(error)}") from error

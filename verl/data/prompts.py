@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.config.errors import DataError
 from verl.data import chat
 from verl.data.feeds import Feed
 from verl.data.policies import BadRowPolicy, BadRows, Numbered, Overlong
-from verl.data.tables import counts_of, encode_all
+from verl.data.tables import Encoded
 
 if TYPE_CHECKING:
     import pyarrow
@@ -45,6 +44,7 @@ class PromptEncoder:
     where: str = "the data set"
     bad_rows: BadRowPolicy = "error"
     counts: dict[str, int] = field(default_factory=lambda: {"kept": 0, "filtered": 0, "truncated": 0})
+    kind: ClassVar[str] = "prompts"
 
     def __post_init__(self) -> None:
         header = chat.header_ids(self.tokenizer)
@@ -94,52 +94,19 @@ class PromptEncoder:
         )
 
 
-class Prompts(Sequence[Prompt]):
-    """All prompts of a data set that passed the length policy, tokenised once.
+class Prompts(Encoded[Prompt]):
+    """All prompts of a data set; see ``Encoded``."""
 
-    ``table`` has ``row`` (int64, number in the data set), ``ids`` (list of int32) and ``text``; ``fields`` reads a
-    row's columns by its number. ``counts``: kept, filtered, truncated (and bad). ``fingerprint`` changes with data,
-    template, tokenizer and limits; a checkpoint keeps it to know its data again.
-    """
-
-    def __init__(self, table: pyarrow.Table, fields: Callable[[str], dict[str, Any]], fingerprint: str) -> None:
-        self._table, self._fields, self.fingerprint = table, fields, fingerprint
-        self.counts = counts_of(table)
-
-    @classmethod
-    def encode(
-        cls,
-        rows: Callable[[BadRows], Iterable[Numbered]],
-        fields: Callable[[str], dict[str, Any]],
-        encoder: PromptEncoder,
-        fingerprint: str,
-        cache_dir: str | Path | None,
-    ) -> Prompts:
-        """Tokenise every row, or read the table that an earlier run left in ``cache_dir`` for the fingerprint."""
+    @staticmethod
+    def _schema() -> pyarrow.Schema:
         import pyarrow
 
-        schema = pyarrow.schema(
-            [("row", pyarrow.int64()), ("ids", pyarrow.list_(pyarrow.int32())), ("text", pyarrow.large_string())]
-        )
-        file = Path(cache_dir) / f"prompts-{fingerprint}.arrow" if cache_dir is not None else None
+        ids = pyarrow.list_(pyarrow.int32())
+        return pyarrow.schema([("row", pyarrow.int64()), ("ids", ids), ("text", pyarrow.large_string())])
 
-        def columns(prompts: Sequence[Prompt]) -> list[list[Any]]:
-            return [[int(p.id) for p in prompts], [p.ids for p in prompts], [p.text for p in prompts]]
+    @classmethod
+    def _columns(cls, items: Sequence[Prompt]) -> list[list[Any]]:
+        return [[int(p.id) for p in items], [p.ids for p in items], [p.text for p in items]]
 
-        return cls(encode_all(rows, encoder, schema, columns, file), fields, fingerprint)
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row, ids, text = (self._table.column(name)[index].as_py() for name in ("row", "ids", "text"))
-        return Prompt(str(row), tuple(ids), text, self._fields(str(row)))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        import pyarrow.compute
-
-        return pyarrow.compute.list_value_length(self._table.column("ids")).to_pylist()
+    def _item(self, row: dict[str, Any]) -> Prompt:
+        return Prompt(str(row["row"]), tuple(row["ids"]), row["text"], self._fields(str(row["row"])))

@@ -71,14 +71,11 @@ class TrainEngine(Protocol):
         """The trained model's weights under Hugging Face's names (with LoRA the adapter's): whole tensors, one at a
         time, or the parameters themselves where they are whole already. Every rank iterates to the end."""
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer: tensors by ``kind/parameter name``, whole, and what JSON can hold. With several ranks the
-        first has the tensors, and the others none."""
-
     def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
-        """What this rank saves of ``shards`` and, if asked for, of ``state``: of all ranks together, each tensor once.
-        Every rank iterates the first to its end, then the second."""
+        """What this rank saves of ``shards`` and, if asked for, of the optimizer: its tensors by ``kind/parameter
+        name``, and what JSON can hold. Of all ranks together, each tensor once. Every rank iterates the first to its
+        end, then the second."""
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Take back what ``shards`` and ``state`` gave on any number of ranks; every rank is given all of it. On as
-        many ranks training goes on bit for bit (with ``adamw8bit``: to its rounding)."""
+        """Take back what any number of ranks ``saved``, put together; every rank is given all of it. On as many ranks
+        training goes on bit for bit (with ``adamw8bit``: to its rounding)."""

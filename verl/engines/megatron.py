@@ -211,46 +211,41 @@ class MegatronEngine:
                 box[local.dim] = run.start, run.stop
                 yield run.weight, view, tuple(box)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As ``TrainEngine.state``; whole tensors on the first rank's CPU and none on the others."""
-        if self.optimizer is None:
-            return {}, {}
-        tensors, facts = self.optimizer.state()
+    def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
+        """As ``TrainEngine.saved``: all by the first rank."""
+        if self.optimizer is None or not optimizer:
+            return self._of_first(self.shards()), iter(()), {}
+        return self._of_first(self.shards()), self._of_first(self._state(self.optimizer)), self.optimizer.facts
+
+    def _of_first(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
+        for name, tensor in tensors:
+            if self.first:  # a gathered one is gone after its turn
+                yield Piece(name, tensor.cpu(), tuple(tensor.shape), (0,) * tensor.ndim)
+
+    def _state(self, optimizer: DistributedOptimizer) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizers of all ranks hold, whole, under the names of weights; every rank iterates to the end."""
         mine: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by kind
-        for key, tensor in tensors:
+        for key, tensor, _ in optimizer.held():
             kind, _, name = key.partition("/")
             mine[kind][name] = tensor
         numbers = {
             kind: {name: tensor.cpu() for name, tensor in found.items()}
             for kind, found in mine.items()
-            if any(tensor.shape != self.optimizer.masters[name].shape for name, tensor in found.items())
+            if any(tensor.shape != optimizer.masters[name].shape for name, tensor in found.items())
         }
         of_stages: list[Any] = [None] * self.pipeline.stages
         dist.all_gather_object(of_stages, (numbers, list(mine)), group=self.pipeline.group)
-        kept: dict[str, Tensor] = {}
         for kind in of_stages[0][1]:
             for unit in self.units:
                 if kind in of_stages[unit.stage][0]:  # a number for each tensor
                     named = of_stages[unit.stage][0][kind]
                     whole = {run.weight: named[name] for name, local in unit.ranks[0].items() for run in local.runs}
                 else:
-                    device = next(iter(self.optimizer.masters.values())).device
+                    device = next(iter(optimizer.masters.values())).device
                     names = unit.ranks[0] if unit.stage == self.pipeline.stage else ()
-                    ours = {name: self.optimizer.whole(name, mine[kind][name]) for name in names}
+                    ours = {name: optimizer.whole(name, mine[kind][name]) for name in names}
                     whole = self._whole(unit, ours, torch.float32, device)
-                if self.first:
-                    kept |= {f"{kind}/{name}": tensor.to("cpu") for name, tensor in whole.items()}
-        return kept, facts
-
-    def saved(self, optimizer: bool) -> tuple[Iterator[Piece], Iterator[Piece], dict[str, Any]]:
-        """As ``TrainEngine.saved``: all by the first rank."""
-        tensors, facts = self.state() if optimizer else ({}, {})
-        return self._of_first(self.shards()), self._of_first(tensors.items()), facts
-
-    def _of_first(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
-        for name, tensor in tensors:
-            if self.first:  # a gathered one is gone after its turn
-                yield Piece(name, tensor.cpu(), tuple(tensor.shape), (0,) * tensor.ndim)
+                yield from ((f"{kind}/{name}", tensor) for name, tensor in whole.items())
 
     def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""

@@ -14,7 +14,7 @@ from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
 from verl.engines.adam8 import adamw8bit, moments, take_back
 from verl.engines.muon import Muon
-from verl.engines.sharding import copies, distributed, local, part_of, whole
+from verl.engines.sharding import copies, distributed, local, part_of
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total: int | None) -> float:
@@ -158,19 +158,14 @@ class Optimizer:
             master.grad = None
         self.step_number += 1
 
-    def state(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """Tensors as ``kind/parameter name`` (``master/...`` where the parameter is rounded) and ``{"step": int}``.
-
-        Sharded tensors become whole as they are asked for, one at a time, and every rank has to ask.
-        """
-        return self._tensors(), {"step": self.step_number}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for key, tensor, like in self.held():
-            yield key, tensor if like is None else whole(tensor, like)
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is to be kept beside the tensors that are ``held``."""
+        return {"step": self.step_number}
 
     def held(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """What this rank has of ``state``'s tensors, each with the parameter that it is cut like (``None``: whole)."""
+        """This rank's tensors as ``kind/parameter name`` (``master/...`` where the parameter is rounded), each with the
+        parameter that it is cut like (``None``: whole)."""
         for name in self._written:
             if name in self._rounded:
                 yield f"master/{name}", self.masters[name].detach(), self.params[name]
@@ -186,7 +181,8 @@ class Optimizer:
                 yield f"{kind}/{name}", value, self.params[name] if value.shape == master.shape else None
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave, whole tensors; ``RunError`` for tensors of parameters that don't exist."""
+        """Take back all that was ``held``, whole tensors, and ``facts``; ``RunError`` for tensors of parameters that
+        don't exist."""
         states: dict[Tensor, dict[str, Tensor]] = {}
         missing = {f"master/{name}" for name in self._rounded} - tensors.keys()
         if missing:

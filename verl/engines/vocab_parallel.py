@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.logprobs import CHUNK_BYTES, KEEP_BYTES, head_logits
+from verl.models.logprobs import CHUNK_BYTES, KEEP_BYTES, add_product, head_logits, slopes
 
 
 def token_logprobs(
@@ -80,9 +80,10 @@ class _TokenLogprobs(torch.autograd.Function):
             top = z.amax(-1) if words else z.new_full(z.shape[:1], float("-inf"))
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
             shifted = z - top[:, None]
-            own, place = _own(targets[part], first, words)
             told = z.new_zeros(3 if with_entropy else 2, z.shape[0])
-            told[0, own] = shifted[own].gather(1, place[:, None])[:, 0]
+            if words:
+                place, own = _place(targets[part], first, words)
+                told[0] = torch.where(own, shifted.gather(1, place[:, None])[:, 0], 0)
             exp = shifted.exp()
             told[1] = exp.sum(-1)
             if with_entropy:
@@ -106,29 +107,22 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         group, first, words, temperature, chunk = ctx.options
         head = weight[:words]
-        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for number, at in enumerate(range(0, hidden.shape[0], chunk)):
+        for number, at in enumerate(range(0, hidden.shape[0], chunk) if words else ()):
             part = slice(at, at + chunk)
             h = hidden[part]
             if ctx.kept:
                 log_p = ctx.kept[number]
             else:
                 log_p = head_logits(h, head, None).div_(temperature).sub_(normaliser[part, None])
-            d = log_p.exp()  # becomes d loss / d logits
-            if grad_entropy is not None:
-                inner = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
-                d.mul_(inner if grad is None else inner.add_(grad[part, None])).neg_()
-            elif grad is not None:
-                d.mul_(-grad[part, None])
-            if grad is not None:
-                own, place = _own(targets[part], first, words)
-                d[own, place] += grad[part][own]
-            d = d.div_(temperature).to(weight.dtype)
+            place, own = _place(targets[part], first, words)
+            e, g, ge = (None if x is None else x[part] for x in (entropy, grad, grad_entropy))
+            d = slopes(log_p, place, normaliser[part], e, g, ge, temperature, own=own).to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = d @ head
+                add_product(grad_hidden[part], d, head)
             if grad_weight is not None:
-                grad_weight[:words] += d.t() @ h
+                add_product(grad_weight[:words], d.t(), h)
         if grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=group)
             grad_hidden = grad_hidden.to(hidden.dtype)
@@ -137,8 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (grad_hidden, grad_weight, *[None] * 8)
 
 
-def _own(targets: Tensor, first: int, words: int) -> tuple[Tensor, Tensor]:
-    """Which of the targets are words of this rank, and their rows here."""
+def _place(targets: Tensor, first: int, words: int) -> tuple[Tensor, Tensor]:
+    """The targets' rows on this rank, some row for those that have none, and which have one."""
     place = targets - first
-    own = ((place >= 0) & (place < words)).nonzero()[:, 0]
-    return own, place[own]
+    return place.clamp(0, words - 1), (place >= 0) & (place < words)

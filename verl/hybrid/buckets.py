@@ -86,13 +86,6 @@ def lanes(tensor: Tensor) -> Tensor:
 
 
 def totals(sums: Tensor) -> Tensor:
-    """Checksums ``[N]`` of ``lanes [N, LANES]``, one weight for each lane."""
+    """Checksums ``[N]`` of ``lanes [N, LANES]``: weighted sums, which one changed bit, or two values of different lanes
+    in each other's place, change. Equal values have the same on any device."""
     return (sums * torch.arange(1, 2 * LANES, 2, device=sums.device)).sum(1)
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Of all bits and their places, int64 on the tensor's device; the same for equal values on any device.
-
-    A weighted sum over lanes: one changed bit, or two values of different lanes in each other's place, change it.
-    """
-    return totals(lanes(tensor)[None])[0]

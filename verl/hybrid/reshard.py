@@ -95,9 +95,6 @@ class Plan:
         """Bytes that come from other ranks."""
         return sum(move.bytes for move in self.crossing if move.target == rank)
 
-    def sent(self, rank: int) -> int:
-        return sum(move.bytes for move in self.crossing if move.source == rank)
-
 
 def plan(
     weights: Sequence[Weight], held: Holdings, wanted: Holdings, node: Callable[[int], object] = lambda rank: None

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 # of one run's logits: on a CPU about what its last cache holds; on a GPU each run adds to the whole head's gradient, so
 # few large ones
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 768 << 20}
+HALF = torch.bfloat16, torch.float16
 KEEP_BYTES = 512 << 20  # up to here log-softmax is kept for the backward, beyond it is recomputed: one matmul in four
 
 
@@ -26,7 +27,7 @@ def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
     """``hidden [N, D]`` and the head ``[V, D]`` -> logits ``[N, V]`` in float32 (float64 for float64 inputs)."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
+    if hidden.is_cuda and hidden.dtype in HALF and not torch.is_grad_enabled():
         z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # logits never rounded to 8 bits of mantissa
     else:
         z = hidden @ weight.t()
@@ -36,6 +37,14 @@ def head_logits(
     if softcap is not None:
         return torch.tanh(z * (scale / softcap)) * softcap
     return z if scale == 1.0 else z * scale
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, in ``total``'s precision also where the factors have less."""
+    if a.is_cuda and a.dtype in HALF:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -113,11 +122,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 else:
                     z = _tempered(head_logits(h, weight, bias, scale=scale, softcap=softcap), temperature)
                     log_p = z.sub_(normaliser[part, None])
-                d = _slopes(log_p, *known, temperature, scale, softcap).to(weight.dtype)
+                d = slopes(log_p, *known, temperature, scale, softcap).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(d, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight, d, h)
+                add_product(grad_weight, d.t(), h)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
         return (
@@ -132,11 +141,13 @@ def _tempered(z: Tensor, temperature: float) -> Tensor:
     return z if temperature == 1.0 else z.div_(temperature)
 
 
-def _slopes(
+def slopes(
     log_p: Tensor, targets: Tensor, normaliser: Tensor, entropy: Tensor | None, grad: Tensor | None,
-    grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
+    grad_entropy: Tensor | None, temperature: float, scale: float = 1.0, softcap: float | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``d loss / d x`` of a run of tokens; ``log_p`` stays as it is."""
+    """``d loss / d x`` of a run of tokens; ``log_p`` stays as it is. ``own``: which targets are columns of ``log_p``
+    (default: all)."""
     slope = scale / temperature
     d = log_p.exp()
     g = None if grad is None else grad[:, None] * slope
@@ -147,7 +158,7 @@ def _slopes(
     elif g is not None:
         d.mul_(-g)
     if g is not None:
-        d.scatter_add_(1, targets[:, None], g)
+        d.scatter_add_(1, targets[:, None], g if own is None else torch.where(own[:, None], g, 0))
     if softcap is not None:  # tanh = z * temperature / softcap
         tanh = (log_p + normaliser[:, None]).mul_(temperature / softcap)
         d.addcmul_(d, tanh.square_(), value=-1)
@@ -163,16 +174,6 @@ def _kernels() -> Any:
     from verl.models import head_kernels  # where there is no GPU there may be no Triton
 
     return head_kernels
-
-
-def _add_product(total: Tensor, d: Tensor, h: Tensor) -> None:
-    """``total [V, D] += d.T @ h``, in float32 also where the factors are bf16."""
-    if d.dtype == total.dtype:
-        total.addmm_(d.t(), h)
-    elif d.is_cuda and d.dtype != torch.float64:
-        torch.addmm(total, d.t(), h, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(d.t() @ h)
 
 
 def token_logprobs(

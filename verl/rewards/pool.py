@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl.config.devices import cores
 from verl.config.errors import RewardError
 from verl.rewards.calls import GRACE, Emit, Outcome, Target, execute, failed, load
 from verl.rewards.match import Call
@@ -39,8 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 def default_size() -> int:
     """Scoring processes: one per core this process may use, at most 4."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, cores)
+    return min(4, cores())
 
 
 def serve(handle: int) -> None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from verl.config.errors import RewardError
+from verl.config.errors import RewardError, shown
 from verl.rewards.calls import RewardShapeError, describe
 
 if TYPE_CHECKING:
@@ -56,12 +56,6 @@ def check(options: dict[str, Any]) -> None:
         raise ValueError(f"the environment variable {name!r} (token_env) is not set")
     if options["timeout"] <= 0 or options["retries"] < 0 or options["batch_size"] < 1:
         raise ValueError("timeout must be above 0, retries at least 0, batch_size at least 1")
-
-
-def shown(url: str) -> str:
-    """The address without what may be a secret: user, password, query."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _row(row: RewardRow) -> dict[str, Any]:

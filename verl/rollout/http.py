@@ -24,9 +24,8 @@ import httpx2 as httpx
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from verl.config.errors import RequestError, RunError, writing
+from verl.config.errors import RequestError, RunError, shown, writing
 from verl.models.naming import check_fit
 from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
 from verl.rollout.sampling import noise_key
@@ -99,12 +98,6 @@ def _noting(tensors: Iterable[tuple[str, Tensor]], form: dict[str, Tensor]) -> I
         yield name, tensor
 
 
-def shown(url: str) -> str:
-    """The address without what may be a secret: user, password, query."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
-
-
 def common(sampling: Sampling, eos: frozenset[int]) -> dict[str, Any]:
     """Sampling options that both kinds of servers call alike: all are named, so that no default gets in."""
     return {
@@ -128,7 +121,6 @@ class HttpEngine:
     Args:
         urls: where the servers are; all serve the same model.
         eos: every id that ends a response.
-        tokenizer: kept for engines that need it; servers find stop texts with their own.
         model: the served name; ``None``: asked.
         api_key: sent as a bearer token; never logged.
         timeout: seconds for one answer.
@@ -142,7 +134,6 @@ class HttpEngine:
         self,
         urls: Sequence[str],
         eos: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         model: str | None = None,
         api_key: str | None = None,
@@ -159,7 +150,7 @@ class HttpEngine:
             raise RequestError(f"{len(urls)} urls of servers; at least one, and each once, would be right")
         if timeout <= 0 or retries < 0 or max_rows < 1:
             raise RequestError("timeout must be above 0, retries at least 0, max_rows at least 1")
-        self.eos, self.tokenizer, self.model, self.retries, self.version = eos, tokenizer, model, retries, 0
+        self.eos, self.model, self.retries, self.version = eos, model, retries, 0
         self.servers = [Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self.kept: Path | None = None  # the weights that every server must have
         self._key, self._under = api_key, folder

@@ -26,11 +26,6 @@ from verl.workers.environment import Environment, EpisodeWorker
 from verl.workers.rollout import RolloutWorker
 
 
-def outside(cfg: RunConfig) -> bool:
-    """Whether what samples keeps weights of its own kind, so that no policy of ours is loaded for it."""
-    return cfg.rollout.outside
-
-
 def environment_of(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
     """What answers the policy; ``RequestError`` where it can't."""
     r = cfg.rollout
@@ -50,7 +45,7 @@ def rollout_worker(
     same to the bit, as what it computes together is fixed for as long as it takes."""
     if environment is None:
         return RolloutWorker(engine)
-    return EpisodeWorker(engine, environment, tokenizer, cfg.rollout.max_turns, together=not outside(cfg))
+    return EpisodeWorker(engine, environment, tokenizer, cfg.rollout.max_turns, together=not cfg.rollout.outside)
 
 
 def check_cache(cfg: RunConfig, dtype: torch.dtype) -> None:
@@ -80,7 +75,7 @@ def rollout_engine(
         RequestError: a missing key or package, or settings that the engine refuses.
     """
     r, actor = cfg.rollout, cfg.actor_model_config
-    if not outside(cfg):
+    if not r.outside:
         assert policy is not None
         return NativeEngine(
             policy, eos_ids(policy.lm, tokenizer), r.max_rows, tokenizer, cache_gib=r.cache_gib,
@@ -110,10 +105,10 @@ def rollout_engine(
     if r.engine == "openai":
         from verl.rollout.vllm_server import ServerEngine
 
-        return ServerEngine(urls, ends, tokenizer, adapter=adapter, **common)
+        return ServerEngine(urls, ends, adapter=adapter, **common)
     from verl.rollout.sglang import SglangEngine
 
-    return SglangEngine(urls, ends, tokenizer, **common)
+    return SglangEngine(urls, ends, **common)
 
 
 def _adapter(cfg: ModelConfig) -> dict[str, Any] | None:

@@ -28,12 +28,12 @@ NOTHING = Kept()  # a rank's parts of what it doesn't train
 class Publisher:
     """``publish`` on every host of actor and rollout together. This one moves nothing: parameters are shared."""
 
-    def __init__(self) -> None:
-        self.engines: list[RolloutEngine] = []  # of this host
+    def __init__(self, engine: RolloutEngine | None = None) -> None:
+        self.engine = engine  # what samples on this host
 
     def publish(self, version: int) -> Report:
-        for engine in self.engines:
-            engine.version = version
+        if self.engine is not None:
+            self.engine.version = version
         return Report(version)
 
 
@@ -53,12 +53,8 @@ class Through(Publisher):
         engine: RolloutEngine | None, device: torch.device, cfg: HybridConfig, by_files: bool,
         parts: Parts | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self._parts = parts
-        self.by_files = by_files
-        if engine is not None:
-            self.engines.append(engine)
-        self.trained, self.engine = trained, engine
+        super().__init__(engine)
+        self.trained, self.by_files, self._parts = trained, by_files, parts
         self._held = None if trained is None else _standing(trained)
         self._wanted = _standing(engine.policy) if isinstance(engine, NativeEngine) else None
         streams = engine is not None and not isinstance(engine, NativeEngine)
@@ -110,14 +106,12 @@ class Plainly(Publisher):
         self, placement: Placement, context: Context, source: TrainEngine | None, group: Any,
         engine: RolloutEngine | None, like: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        super().__init__()
-        if engine is not None:
-            self.engines.append(engine)
+        super().__init__(engine)
         kinds = {placement.devices[rank].kind for rank in (*placement.ranks("actor"), *placement.ranks("rollout"))}
         self.by_cpu = len(kinds) > 1  # the way from one kind of device to another
         self.first, self.rank = placement.ranks("actor")[0], context.rank
         self.ranks = len(placement.ranks("actor"))
-        self.source, self.group, self.engine, self.like = source, group, engine, like
+        self.source, self.group, self.like = source, group, like
 
     @torch.no_grad()
     def publish(self, version: int) -> Report:

@@ -107,7 +107,7 @@ class ActorWorker:
         return batch.ragged("sampled_logprobs" if self.cfg.algorithm.old_logprobs == "sampler" else "old_logprobs")
 
     def trained_rows(self, batch: Batch) -> list[bool]:
-        """Rows with any gradient. A row whose advantages are all 0 has none, unless KL or entropy is in the loss."""
+        """Rows whose advantages aren't all 0: the policy loss has no gradient in others."""
         a = batch.ragged("advantages")
         live = torch.zeros(len(batch), dtype=torch.bool).index_put_((a.row_index[a.values != 0],), torch.tensor(True))
         return live.tolist()

@@ -73,16 +73,18 @@ class Lap:
     @property
     def micro_batches(self) -> list[list[int]]:
         """Of the passes without gradients."""
-        if self.forward is None:
-            raise RuntimeError("rows are seated after collecting; no op may run before")
-        return self.forward.rows(0)
+        return self._forward.rows(0)
 
     @property
     def forward_steps(self) -> list[MiniBatch]:
         """All rows as one optimizer step, for a model that learns from every row of the lap."""
+        return self._forward.mini_batches
+
+    @property
+    def _forward(self) -> Seats:
         if self.forward is None:
             raise RuntimeError("rows are seated after collecting; no op may run before")
-        return self.forward.mini_batches
+        return self.forward
 
     @property
     def mini_batches(self) -> list[MiniBatch]:

@@ -1,4 +1,4 @@
-"""The worker that samples responses and the one that scores them."""
+"""The worker that samples responses, and what a reward sees of its rows."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ def test_what_changed_since_the_checkpoint_is_said_and_can_be_allowed(change, pl
     alter(place)
     before = (place / "run" / "config.yaml").read_text()
     again = ["resume", "run", "total_steps=2", *overrides]
-    _refused(verl(*again), "changed since run/checkpoints/step_1", *words, "verl resume run --allow-changes")
+    _refused(verl(*again), "changed since run/checkpoints/step_1", *words, "repeat the command with --allow-changes")
     assert (place / "run" / "config.yaml").read_text() == before and _steps(place / "run") == [1]
     code, _, err = verl(*again, "--allow-changes")
     assert code == 0, err

@@ -132,3 +132,8 @@ def test_a_healthy_run_tells_nothing():
         }  # fmt: skip
         assert watch.see(line) == []
     assert watch.conditions == 0
+
+
+def test_rewards_without_an_opinion_are_told():
+    assert told([0.0, 8.0, 8.0, 8.0], "reward/abstained") == [4]
+    assert told([8.0] * 5, "reward/abstained", **{"reward/mean": 0.5}) == []  # of some rows only

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from tests.rewards.rows import make_rows
 from verl.config.errors import RequestError, RewardError
-from verl.rewards.base import Rewards, Scores
+from verl.rewards.base import Rewards, Scores, total
 
 
 def score(functions: Any, rows: Any, **settings: Any) -> Scores:
@@ -207,3 +210,12 @@ def test_merge_keeps_rows_aligned_and_select_orders_them() -> None:
 def _named(name: str, function: Any) -> Any:
     function.__name__ = name
     return function
+
+
+@pytest.mark.parametrize("rows", list(itertools.product([0.0, 1.0], repeat=3)), ids=str)
+def test_totals_that_are_equal_are_equal_to_the_last_bit(rows: tuple[float, float, float]) -> None:
+    """Pairs and flat groups are told by comparing them."""
+    weights = (0.1, 0.2, 0.3)
+    exact = sum(Fraction(str(w)) * int(r) for w, r in zip(weights, rows, strict=True))
+    assert total([w * r for w, r in zip(weights, rows, strict=True)]) == float(exact)
+    assert total([-0.3, 0.1, 0.2]) == 0 and total([0.1]) == 0.1 and total([math.inf, 1.0]) == math.inf

@@ -79,11 +79,16 @@ class StandIn:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def _listen(self, handler: Any) -> ThreadingHTTPServer:
-        """On a port that no connection of another program takes while the server is away: they get higher ones."""
-        for port in [self.port] if self.port else random.sample(range(20000, 30000), 100):
-            with suppress(OSError):
+        """On a port that no connection of another program takes while the server is away: they get higher ones. Tests
+        beside this one must not draw the same, whatever seed they set."""
+        taken: OSError | None = None
+        for port in [self.port] * 100 if self.port else random.SystemRandom().sample(range(20000, 30000), 100):
+            try:
                 return ThreadingHTTPServer(("127.0.0.1", port), handler)
-        raise OSError(f"port {self.port or '20000 to 30000'} is taken")
+            except OSError as error:
+                taken = error
+                time.sleep(0.05 if self.port else 0)
+        raise RuntimeError(f"port {self.port or '20000 to 30000'} is taken") from taken
 
     def stop(self) -> None:
         """As a process that dies: connections break."""

@@ -50,6 +50,7 @@ class Health:
             ("policy/kl_step", FEW, self._kl_step),
             ("rollout/logprob_diff_max", FEW, self._gap),
             ("policy/entropy", MANY, self._entropy),
+            ("reward/abstained", FEW, self._abstained),
             ("reward/flat_groups", MANY, self._flat),
             ("response/truncated", MANY, self._truncated),
         ]
@@ -155,6 +156,11 @@ class Health:
             f"in {value:.0%} of the groups all answers got the same reward{mean}, so there is nothing to learn: take "
             "prompts of another difficulty, a larger group_size, or algorithm.dynamic_sampling"
         )
+
+    def _abstained(self, value: float, metrics: Metrics) -> str:
+        if value == 0 or "reward/mean" in metrics:
+            return ""
+        return "no reward has judged any row, so nothing is learned: does each function of reward_fn return a number?"
 
     def _truncated(self, value: float, metrics: Metrics) -> str:
         if value < TRUNCATED:

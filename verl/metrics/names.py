@@ -107,7 +107,12 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("critic/value_mean", "reward", "mean value over response tokens", "near the mean return"),
         Metric("critic/lr", "1", "critic learning rate of the last optimizer step", "follows the schedule"),
-        Metric("rollout/logprob_diff_mean", "nats", "mean |trainer - sampler| log-probability", "fp32 1e-6, bf16 0.03"),
+        Metric(
+            "rollout/logprob_diff_mean",
+            "nats",
+            "mean |trainer - sampler| log-probability",
+            "fp32 1e-6, bf16 0.03; with old_logprobs sampler the lap's own updates are in it",
+        ),
         Metric("rollout/logprob_diff_max", "nats", "largest |trainer - sampler| log-probability", "fp32: below 1e-4"),
         Metric("response/length_mean", "tokens", "mean response length, end token included", "drifts: reward hacking?"),
         Metric("response/length_max", "tokens", "longest response", "at the limit: see response/truncated"),

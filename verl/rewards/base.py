@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -159,8 +160,10 @@ class Rewards:
     def check(self, columns: Collection[str]) -> None:
         """Match every function's arguments with the data's ``columns``; ``RequestError`` where one can't be filled.
 
-        Without this call, the first rows' columns decide.
+        Without this call, the first rows' columns decide; after several, those of all.
         """
+        for f in self._functions:
+            bind(f.function, f.label, columns, f.options)
         self._match(columns)
 
     def score(self, rows: Sequence[RewardRow]) -> Scores:
@@ -256,8 +259,17 @@ class Rewards:
             ]
             dropped = self._failure == "drop" and any(scores[i].failure is not None for scores in results.values())
             counts["dropped" if dropped else "abstained"] += dropped or not present
-            totals.append(sum(present) if present and not dropped else None)
+            totals.append(total(present) if present and not dropped else None)
         return Scores(totals, per_reward, extra, dict(counts))
+
+
+def total(parts: Sequence[float]) -> float:
+    """Their sum to twelve digits of the largest: 0.1 + 0.2 is 0.3. Rows whose totals are compared, in pairs and groups,
+    must not differ by rounding."""
+    largest = max(map(abs, parts))
+    if len(parts) == 1 or not largest or math.isinf(largest):
+        return sum(parts)
+    return round(math.fsum(parts), 12 - math.ceil(math.log10(largest)))
 
 
 def build_rewards(cfg: RunConfig, device: torch.device) -> Rewards:

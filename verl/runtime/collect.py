@@ -188,10 +188,10 @@ class Sampler:
         while (missing := wanted - len(kept.rows) // n) > 0:
             if sampled >= most:
                 raise RunError(
-                    f"dynamic sampling: of {sampled} groups sampled, {sampled - len(kept.rows) // n} got one reward on "
-                    f"all their {n} rows; {len(kept.rows) // n} of {wanted} are there after algorithm.max_refills "
-                    f"{cfg.algorithm.max_refills}. Prompts of another difficulty, a larger group_size, a larger "
-                    "algorithm.max_refills, or algorithm.dynamic_sampling false would go on"
+                    f"dynamic sampling: of {sampled} groups sampled, {sampled - len(kept.rows) // n} got one reward, "
+                    f"or none, on all their {n} rows; {len(kept.rows) // n} of {wanted} are there after "
+                    f"algorithm.max_refills {cfg.algorithm.max_refills}. Prompts of another difficulty, a larger "
+                    "group_size, a larger algorithm.max_refills, or algorithm.dynamic_sampling false would go on"
                 )
             likely = missing * sampled // max(1, len(kept.rows) // n)  # at the rate seen so far
             more = await self._round(min(max(missing, likely), cfg.rollout_batch_size // n, most - sampled))
@@ -346,8 +346,9 @@ class Sampler:
                 metrics |= with_count(member(family, name), values)
         metrics |= {f"reward/{name}": float(count) for name, count in scores.counts.items()}
         if self.cfg.group_size > 1 and self.scored:
-            flat = torch.tensor(totals, dtype=torch.float64).view(-1, self.cfg.group_size)
-            metrics["reward/flat_groups"] = (flat == flat[:, :1]).all(1).double().mean().item()
+            groups = torch.tensor(totals, dtype=torch.float64).view(-1, self.cfg.group_size)
+            least, most = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
+            metrics["reward/flat_groups"] = (least >= most).double().mean().item()  # of the rows that have one
         return metrics
 
 

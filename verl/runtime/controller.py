@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algorithms.kl import KLController
-from verl.config.errors import RunError
+from verl.config.errors import DataError, RunError
 from verl.config.run import RunConfig
 from verl.data.examples import Example, ExampleFeed
 from verl.data.feeds import Stopped
@@ -30,7 +30,6 @@ from verl.dataflow.nodes import Op, Rollout
 from verl.hybrid.publish import Report, Transfer
 from verl.runtime.collect import Collected, Lot, Reader, Sampler
 from verl.runtime.crew import ROLES, Crew, Span, located, retrieved
-from verl.runtime.generation import outside
 from verl.runtime.host import gather
 from verl.runtime.load import Workers, layout_of, section_of
 from verl.runtime.orders import Done, Fetch, Order, Shown, compact
@@ -122,7 +121,7 @@ class Controller:
         self.kl = KLController(cfg.init_kl_coef or 0.0, cfg.kl_target, cfg.kl_horizon)
         self.step = 0
         self.published = 0  # the lap whose weights rollouts sample from
-        self._failed = ""
+        self.failed = ""  # what is under way on the workers, or ended badly there
         self._ahead: asyncio.Task[Lot] | None = None  # the next lap's rows, sampled while this one ends
         self._before_ahead: dict[str, Any] = {}  # the source's state without them
 
@@ -140,12 +139,12 @@ class Controller:
         stale; else as soon as the actor is published, while a critic on devices of its own still updates.
         ``fresh``: publish even where the interval isn't over.
         """
-        if self._failed and not self.crew.alone:
-            raise RunError(f"{self._failed} failed, and workers may still wait for each other: resume the run")
+        if self.failed and not self.crew.alone:
+            raise RunError(f"{self.failed} failed, and workers may still wait for each other: resume the run")
         start = time.perf_counter()
         step = self.step + 1
         lot = await self._collect(step)
-        self._failed = f"step {step}"  # until it ends well: its ops meet in collectives
+        self.failed = f"step {step}"  # until it ends well: its ops meet in collectives
         walk = Walk(step, self.kl.coef, lot, metrics=dict(lot.metrics))
         *stages, last = [stage for stage in self.plan.stages if stage.kind == "run"]
         due = isinstance(self.source, Sampler) and (fresh or step % self.cfg.hybrid_config.reshard_interval == 0)
@@ -180,7 +179,7 @@ class Controller:
             with located(step, "kl"):
                 self.kl.update(walk.kl_per_response, len(lot))
         end = time.perf_counter()
-        self.step, self._failed = step, ""
+        self.step, self.failed = step, ""
         metrics = walk.metrics | self._times(lot.collected, walk.seconds)
         if isinstance(self.source, Sampler):
             unpublished: dict[str, float | None] = {"time/publish": 0.0, "publish/bytes": 0.0}
@@ -221,7 +220,7 @@ class Controller:
         with located(step, "collecting"):
             try:
                 lot = await self.source.collect(step, baseline=self.plan.has("reward.baseline"))
-            except Stopped:  # as if the lap had never begun
+            except (Stopped, DataError):  # as if the lap had never begun
                 self.source.restore(position)
                 raise
             self._check_versions(lot, step, before)
@@ -257,7 +256,7 @@ class Controller:
 
     async def begin(self) -> None:
         """Before the first lap: engines that have no weights yet get the start's."""
-        if isinstance(self.source, Sampler) and outside(self.cfg):
+        if isinstance(self.source, Sampler) and self.cfg.rollout.outside:
             await self._publish(self.step)
 
     async def publish(self) -> None:
@@ -270,12 +269,12 @@ class Controller:
         if self._ahead is not None:  # all rows of a lap are sampled from one version
             await asyncio.wait([self._ahead])
         ranks = sorted({*self.crew.of("actor"), *self.crew.of("rollout")})
-        start, failed = time.time(), self._failed
-        self._failed = f"publish {step}"
+        start, failed = time.time(), self.failed
+        self.failed = f"publish {step}"
         with located(step, "publish"):
             async with self.crew.hold(sorted({*ranks, *self.crew.placement.reach("rollout")})):
                 reports: dict[int, Report] = await self.crew.each("publish", {rank: (step, DEBUG) for rank in ranks})
-        self.published, self._failed = step, failed
+        self.published, self.failed = step, failed
         for rank in ranks:
             self.crew.record(Span("publish", rank, step, start, time.time()))
         self._tell([t for rank, r in reports.items() for t in r.transfers if t.target == rank], f"publish {step}")

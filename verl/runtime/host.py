@@ -42,7 +42,7 @@ from verl.metrics.readings import UtilisationMeter, memory_readings
 from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
 from verl.runtime.data import training_prompts
-from verl.runtime.load import Workers, load
+from verl.runtime.load import Registered, Workers, load, register
 from verl.runtime.orders import POOL, Accept, Ask, Done, Fetch, Order, Put, Sampled, Shown, mark_of, transfer_of
 from verl.workers.lap import Lap
 from verl.workers.rollout import Draw, Row, reward_row
@@ -55,9 +55,11 @@ SAMPLED = (  # columns of the pool; chosen: which of the response's tokens the p
 
 
 def make_host(
-    context: Context, cfg: RunConfig, placement: Placement, tokenizer: PreTrainedTokenizerBase | None
-) -> Host:
-    """A worker's factory; nothing is loaded before ``load``."""
+    context: Context, cfg: RunConfig, placement: Placement, tokenizer: PreTrainedTokenizerBase | None,
+    own: Registered = (),
+) -> Host:  # fmt: skip
+    """A worker's factory; nothing is loaded before ``load``. ``own``: the algorithm, which a script may have added."""
+    register(own)
     return Host(context, cfg, placement, tokenizer)
 
 
@@ -383,7 +385,7 @@ class Host:
         return write_parts(Path(folder), parts, files)
 
     def restore(self, folder: str, facts: dict[str, Any]) -> None:
-        """Continue with what ``save`` wrote, on whatever number of hosts."""
+        """Continue with what ``write`` wrote, on whatever number of hosts."""
 
         def take() -> None:
             checkpoint = Checkpoint.open(Path(folder), checksums=False)

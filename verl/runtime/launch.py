@@ -17,6 +17,7 @@ from verl.dataflow.nodes import Data
 from verl.dataflow.placement import Placement, place
 from verl.runtime.crew import ROLES, Crew
 from verl.runtime.host import make_host
+from verl.runtime.load import registered
 
 
 def default_device() -> Device:
@@ -58,11 +59,12 @@ def launch(
         for rank, device in enumerate(placement.devices)
     ]
     group: WorkerGroup
+    own = registered(cfg.algorithm.name)
     if cfg.cluster.backend == "ray":
         from verl.cluster.ray import RayGroup
 
         group = RayGroup(
-            make_host, (cfg, placement, None), specs, logs=logs, address=cfg.cluster.address,
+            make_host, (cfg, placement, None, own), specs, logs=logs, address=cfg.cluster.address,
             heartbeat=cfg.cluster.heartbeat_seconds,
         )  # fmt: skip
     elif len(specs) == 1:
@@ -71,7 +73,7 @@ def launch(
         from verl.cluster.processes import Processes
 
         group = Processes(
-            make_host, (cfg, placement, None), specs, logs=logs, preload=_imports(cfg),
+            make_host, (cfg, placement, None, own), specs, logs=logs, preload=_imports(cfg),
             heartbeat=cfg.cluster.heartbeat_seconds,
         )  # fmt: skip
     return Crew(group, placement, timeline)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from verl.algorithms.advantages import ESTIMATORS
+from verl.algorithms.policy import POLICY_LOSSES
+from verl.algorithms.preference import PAIR_LOSSES
 from verl.cluster.group import Context
 from verl.config.errors import RequestError
 from verl.config.load import check_context
 from verl.config.model import CriticConfig, FsdpConfig, ModelConfig
+from verl.config.recipes import RECIPES
 from verl.config.rules import number_of_rewards
 from verl.config.run import RunConfig
 from verl.dataflow.placement import Placement
@@ -36,7 +40,7 @@ from verl.models.scorer import Scorer
 from verl.models.value import SharedValue, Value
 from verl.models.vocabulary import check_embeddings, embedding_rows
 from verl.rewards.base import Rewards, build_rewards
-from verl.runtime.generation import check_cache, environment_of, outside, rollout_engine, rollout_worker
+from verl.runtime.generation import check_cache, environment_of, rollout_engine, rollout_worker
 from verl.runtime.publish import Plainly, Publisher, Through
 from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker, ProcessRewardWorker
@@ -44,7 +48,22 @@ from verl.workers.frozen import ReferenceWorker, TeacherWorker
 from verl.workers.offline import OfflineWorker, offline_worker
 from verl.workers.rollout import RolloutWorker
 
+TABLES: tuple[dict[str, Any], ...] = (RECIPES, ESTIMATORS, POLICY_LOSSES, PAIR_LOSSES)
+Registered = Sequence[tuple[int, str, Any]]
+"""Entries of ``TABLES``: the table's place, the name, what stands there."""
 MEETING = timedelta(minutes=30)  # longest wait of a collective: a rank may compute for long while others are there
+
+
+def registered(algorithm: str) -> Registered:
+    """What the tables have of an algorithm: a script's own one is in no other process's."""
+    recipe = RECIPES[algorithm]
+    names = (algorithm, recipe.advantage, recipe.loss, recipe.loss)
+    return [(i, name, TABLES[i][name]) for i, name in enumerate(names) if name is not None and name in TABLES[i]]
+
+
+def register(entries: Registered) -> None:
+    for i, name, entry in entries:
+        TABLES[i][name] = entry
 
 
 @dataclass
@@ -131,7 +150,7 @@ def load(
     # first all modules: what is copied from the actor's start must be copied while it is whole
     trained: Policy | Scorer | None = None
     start: Policy | None = None  # the starting policy, where something but the actor itself needs it
-    if mine & ({"actor", "reference"} if outside(cfg) else {"actor", "rollout", "reference"}):
+    if mine & ({"actor", "reference"} if cfg.rollout.outside else {"actor", "rollout", "reference"}):
         dtype = resolve_dtype(actor_cfg.dtype, device)
         with _seeded(cfg.seed):
             if recipe.trains == "scorer":
@@ -144,7 +163,7 @@ def load(
     together = "reference" in placement.roles and set(placement.ranks("reference")) == set(placement.ranks("actor"))
     adapters_off = together and start is not None and start.has_adapters
     copied: Policy | None = None  # what generates, where that isn't the actor itself
-    if "rollout" in mine and not in_place and not outside(cfg):
+    if "rollout" in mine and not in_place and not cfg.rollout.outside:
         assert start is not None
         if start.unread is not None:  # what generates is whole
             copied = Policy(load_model(actor_cfg, device, start.dtype)).requires_grad_(False)
@@ -198,14 +217,14 @@ def load(
         workers.rollout = rollout_worker(cfg, rollout, environment, tokenizer)
     generating = workers.rollout.engine if workers.rollout is not None else None
     if in_place or not recipe.samples:
-        workers.publisher.engines += [generating] if generating is not None else []
+        workers.publisher = Publisher(generating)
     elif mine & {"actor", "rollout"}:
         policy = trained if isinstance(trained, Policy) else None
-        if cfg.hybrid_engine or outside(cfg):
+        if cfg.hybrid_engine or cfg.rollout.outside:
             link = placement, context, policy, meshes.corridor, generating, device
             trainer: Any = workers.actor.engine if workers.actor is not None else None
             parts = parts_in(trainer.pieces()) if trainer is not None and actor_cfg.engine == "megatron" else None
-            workers.publisher = Through(*link, cfg.hybrid_config, outside(cfg), parts)
+            workers.publisher = Through(*link, cfg.hybrid_config, cfg.rollout.outside, parts)
         else:
             source = workers.actor.engine if workers.actor is not None else None
             like = dict(copied.shards()) if copied is not None and source is None else {}
@@ -234,7 +253,7 @@ def section_of(cfg: RunConfig, role: str) -> ModelConfig:
 def samples_in_place(cfg: RunConfig, placement: Placement) -> bool:
     """Whether rollouts use the actor's own parameters: each rank of theirs holds the actor whole, and they are to be
     the newest."""
-    if "rollout" not in placement.roles or cfg.hybrid_config.reshard_interval > 1 or outside(cfg):
+    if "rollout" not in placement.roles or cfg.hybrid_config.reshard_interval > 1 or cfg.rollout.outside:
         return False
     actor, fsdp = placement.ranks("actor"), cfg.actor_model_config.fsdp_config
     whole = len(actor) == 1 or (fsdp.sharding_strategy == "NO_SHARD" and fsdp.tensor_parallel_size == 1)
@@ -278,7 +297,7 @@ class _Meshes:
         if cfg.algorithm.recipe.samples and not samples_in_place(cfg, placement):
             both = sorted({*placement.ranks("actor"), *placement.ranks("rollout")})
             only = [r for r in placement.ranks("rollout") if r not in placement.ranks("actor")]
-            if (cfg.hybrid_engine or outside(cfg)) and len(both) > 1:
+            if (cfg.hybrid_engine or cfg.rollout.outside) and len(both) > 1:
                 self.corridor = dist.new_group(both)
             if only and not cfg.hybrid_engine:
                 self.senders = dist.new_group([placement.ranks("actor")[0], *only])

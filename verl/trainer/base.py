@@ -24,7 +24,7 @@ from verl.checkpoint.parts import write_parts
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.group import WorkerLost
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import DataError, RequestError, RunError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
@@ -55,6 +55,7 @@ from verl.trainer.evaluation import Answer, Evaluation, evaluate
 from verl.trainer.flows import flow_of, needs
 from verl.trainer.folder import Claim, clear, holds_run, quoted, writable, write_whole
 from verl.trainer.health import SkippedSteps, example_rows, sampled_rows, write_rows
+from verl.trainer.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Run:
         self.store = CheckpointStore(self.folder / "checkpoints", cfg.checkpoint.keep)
         self._flow, self._show = flow, console
         self._stop: signal.Signals | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Loop | None = None
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
         self._saving: asyncio.Task[None] | None = None
@@ -144,12 +145,21 @@ class Run:
         if "reward_model" in placement.roles:
             scorer = placement.ranks("reward_model")[0]
             self._await(crew.each("check_rewards", {scorer: (fields,)}))
+            if isinstance(self.held_out, Prompts):
+                try:
+                    self._await(crew.each("check_rewards", {scorer: (set(self.held_out[0].fields),)}))
+                except RequestError as error:
+                    raise RequestError(f"eval.dataset: {error}") from error
         self.controller = Controller(cfg, self.plan, crew, self.feed)
         if resume is not None:
             self._restore(resume, changed)
         else:
             self._await(self.controller.begin())
         if write:
+            if overwrite and cfg.streaming and holds_run(self.folder):  # bad rows are met as they are drawn
+                position = self.feed.state()
+                self.feed.take(self._per_lap)
+                self.feed.restore(position)
             again = -1 if holds_run(self.folder) and not overwrite else None  # from the start: no line of it stays
             self._open_sinks(resume.step if resume is not None else again, overwrite, board)
             if changed:
@@ -287,9 +297,9 @@ class Run:
 
     def _await(self, work: Any) -> Any:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._closing.append(functools.partial(_end, self._loop))
-        return self._loop.run_until_complete(work)
+            self._loop = Loop()
+            self._closing.append(self._loop.close)
+        return self._loop.wait(work)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """``work`` beside the laps; it goes on while one of them is waited for."""
@@ -424,6 +434,15 @@ class Run:
                 last = self.step().metrics
             except Stopped:  # a signal came while it waited for rows or sampled
                 break
+            except DataError as error:  # of the next lap's rows: what is trained is sound
+                if self.controller.failed:
+                    raise
+                self._save_at_end()
+                raise type(error)(f"{error}. {self.store.standing()}") from error
+        self._save_at_end()
+        return last
+
+    def _save_at_end(self) -> None:
         self._more = False
         self._end_save()
         if self.controller.step > 0 and self.store.latest() != self.controller.step:
@@ -431,7 +450,6 @@ class Run:
                 log.warning("not saved at the end: %s. %s", self._bad, self.store.standing())
             else:
                 self.save()
-        return last
 
     def _restart(self, why: str) -> None:
         """New workers, which go on from the last checkpoint, or from the start where there is none."""
@@ -462,7 +480,7 @@ class Run:
         self._stop = number
         self.feed.stop()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop_sampling)
+            self._loop.soon(self._stop_sampling)
         self.say(
             f"{number.name}: a step that trains ends first, one that still samples is dropped; then all is saved. Once "
             "more stops at once and loses the step"
@@ -535,8 +553,8 @@ class Run:
         found = changes(state["fingerprint"], self._request)
         if found and not self._allow_changes:
             raise RequestError(
-                f"changed since {checkpoint.path} was saved: {'; '.join(found)}. Put back what it was, or go on with "
-                f"what it is now: verl resume {quoted(self.folder)} --allow-changes"
+                f"changed since {checkpoint.path} was saved: {'; '.join(found)}. Put back what it was, or repeat the "
+                "command with --allow-changes to go on with what it is now"
             )
         return found
 
@@ -573,19 +591,6 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _end(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what still runs in ``loop``, after a failure for instance, and close it."""
-
-    async def cancel() -> None:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    loop.run_until_complete(cancel())
-    loop.close()
 
 
 def _samples(collected: Collected, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -199,13 +199,14 @@ def _rewards(collected: Collected, metrics: Metrics) -> Finding:
     """Of the run's own rewards."""
     failed = sum(metrics.get(f"reward/{name}") or 0.0 for name in ("failed", "timed_out", "dropped"))
     by_chance = collected.scores.per_reward.get("luck") or [0.0] * len(collected.rows)
+    own = [values for name, values in collected.scores.per_reward.items() if name != "luck"]
     groups: dict[int, list[float]] = {}
-    for row, total, chance in zip(collected.rows, collected.scores.totals, by_chance, strict=True):
-        if total is not None:
+    for i, (row, total, chance) in enumerate(zip(collected.rows, collected.scores.totals, by_chance, strict=True)):
+        if total is not None and any(values[i] is not None for values in own):
             groups.setdefault(row.draw.number, []).append(round(total - (chance or 0.0), 6))
     totals = [total for group in groups.values() for total in group]
     if not totals:
-        return Finding("rewards differ", "wrong", "no row has one")
+        return Finding("rewards differ", "wrong", "no row has one: does the function return a number?")
     text = f"mean {statistics.fmean(totals):.3g}, spread {statistics.pstdev(totals):.3g}"
     flat = [len(set(group)) == 1 for group in groups.values() if len(group) > 1]
     if flat:

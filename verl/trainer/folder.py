@@ -92,13 +92,14 @@ class Claim:
                 self._file.seek(0)
                 who = self._file.read(200).decode(errors="replace").strip() or "another process"
                 self._file.close()
-                raise RequestError(
-                    f"run_dir: {folder} is in use by {who}: stop that one first, or name another run_dir"
-                ) from None
+                first = "stop that one first"
+                if who == _process():
+                    who, first = "an earlier trainer of this process", "close() that one first"
+                raise RequestError(f"run_dir: {folder} is in use by {who}: {first}, or name another run_dir") from None
             # a file system without locks: as if there were nobody else
         with contextlib.suppress(OSError):
             self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            self._file.write(_process().encode())
             self._file.flush()
 
     def drop(self) -> None:
@@ -110,3 +111,7 @@ class Claim:
         for made in self._made:
             with contextlib.suppress(OSError):  # not empty: it is used
                 made.rmdir()
+
+
+def _process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -99,8 +99,8 @@ class PPOTrainer(RLTrainer):
         folder = Path(cfg.run_dir) / "reward_model"
         if reward is None or reward.model_name_or_path != str(folder) or not isinstance(cfg.dataset, PreferenceDataset):
             return
-        if holds_run(folder.parent):  # to be overwritten: now, because preparing the run would remove the head as well
-            shutil.rmtree(folder.parent)
+        if holds_run(folder.parent) and folder.is_dir():  # the overwritten run's
+            shutil.rmtree(folder)
         log.warning("no reward given: fitting a pairwise reward head on the %d preference pairs", len(cfg.dataset))
         policy = cfg.actor_model_config.model_name_or_path
         fit = fit_reward_head(policy, cfg.dataset, folder, first_device(cfg))

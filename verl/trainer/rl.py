@@ -41,7 +41,8 @@ class RLTrainer:
     first step.
 
     Two runs never share a folder: without ``run_dir`` each takes the next free one of ``runs/default``,
-    ``runs/default-2``, ...; a ``run_dir`` that holds a run is refused, or replaced with ``overwrite=True``.
+    ``runs/default-2``, ...; a ``run_dir`` that holds a run is refused, or replaced with ``overwrite=True``, or gone on
+    with from its latest checkpoint with ``resume=True`` (``allow_changes``: although data or settings are others now).
     """
 
     def __init__(
@@ -55,13 +56,15 @@ class RLTrainer:
         num_update_steps: int | None = None,
         config: RunConfig | None = None,
         overwrite: bool = False,
+        resume: bool = False,
+        allow_changes: bool = False,
         **keys: Any,
     ) -> None:
         self.flow = flow
         given = {"reward_fn": reward_fn, "dataset": dataset, "total_steps": num_rollout_steps}
         self._keys: dict[str, Any] = keys | {key: value for key, value in given.items() if value is not None}
         self._model, self._config, self._epochs = model_name, config, num_update_steps
-        self._overwrite = overwrite
+        self._overwrite, self._resume, self._allow_changes = overwrite, resume, allow_changes
         self._run: Run | None = None
 
     def _values(self) -> dict[str, Any]:
@@ -102,15 +105,19 @@ class RLTrainer:
         """The prepared run: its controller holds the models."""
         if self._run is None:
             cfg = self.config
-            if holds_run(Path(cfg.run_dir)) and not self._overwrite:
+            if self._resume and (self._overwrite or ("run_dir" not in self._keys and self._config is None)):
+                raise RequestError("resume=True goes on with the run in run_dir=, which overwrite=True would remove")
+            if holds_run(Path(cfg.run_dir)) and not (self._overwrite or self._resume):
                 raise RequestError(
-                    f"{cfg.run_dir} already holds a run: continue it with 'verl resume {cfg.run_dir}', pass another "
-                    "run_dir=, or replace it with overwrite=True"
+                    f"{cfg.run_dir} already holds a run: continue it with resume=True, pass another run_dir=, or "
+                    "replace it with overwrite=True"
                 )
-            self._before_run(cfg)
             run = Run(cfg, self.flow)
+            last = run.store.load() if self._resume and not run.store.empty else None
+            if last is None:
+                self._before_run(cfg)
             try:
-                run.prepare(overwrite=self._overwrite)
+                run.prepare(last, overwrite=self._overwrite, allow_changes=self._allow_changes)
             except BaseException:
                 run.close()
                 raise
@@ -122,14 +129,22 @@ class RLTrainer:
         """What must be there before the run is prepared; a subclass may add to it."""
 
     def step(self) -> dict[str, float | None]:
-        """One lap (rollout, reward, update); its metrics."""
-        result: LapResult = self.run.step()
+        """One lap (rollout, reward, update); its metrics. A failure closes the trainer."""
+        try:
+            result: LapResult = self.run.step()
+        except Exception:
+            self.close()
+            raise
         return result.metrics
 
     def train(self) -> Summary:
-        """All laps, with evaluations and checkpoints as configured."""
+        """All laps, with evaluations and checkpoints as configured. A signal ends them early, after a save:
+        ``Summary.stopped_by``."""
         try:
-            return self.run.train()
+            summary = self.run.train()
+            if summary.stopped_by is not None:
+                self.run.say(f"stopped after step {summary.step}: go on with resume=True, run_dir={summary.run_dir}")
+            return summary
         finally:
             self.close()
 

@@ -217,3 +217,28 @@ def test_an_explicit_edge_may_not_run_backwards_through_the_stages():
     flow.connect(critic.output, reward.input)
     with pytest.raises(FlowError, match=r"edge critic\.output -> reward\.input runs backwards"):
         flow.compile()
+
+
+def test_stages_and_edges_complete_each_other():
+    """Nodes that no stage has are staged as their edges say; the rest stays where it was drawn."""
+    _, rollout, actor, reward, critic = nodes()
+    brief = RewardModel(name="brief", reward_fn=len)
+    flow = DataFlow(Data()).collect(rollout.generate, reward.score)
+    flow.connect(reward.output, actor.update_signal).publish(actor, to=rollout)
+    assert labels(flow.compile()) == [["rollout.generate", "reward.score"], ["actor.logprobs"],
+                                      ["actor.advantages"], ["actor.update"]]  # fmt: skip
+    flow = DataFlow(Data()).run(Reference().logprobs)
+    flow.connect(actor.output, reward.input).connect(reward.output, actor.update_signal)
+    plan = flow.compile(["ref_logprobs"])
+    assert labels(plan) == [["rollout.generate", "reward.score"], ["actor.logprobs"], ["reference.logprobs"],
+                            ["actor.advantages"], ["actor.update"]]  # fmt: skip
+    flow = DataFlow(Data()).collect(rollout.generate, reward.score).run(actor.logprobs).run(actor.update)
+    flow.connect(actor.output, brief.input).connect(brief.output, critic.input)
+    flow.connect(critic.output, actor.update_signal)
+    plan = flow.compile()
+    assert labels(plan) == [["rollout.generate", "reward.score", "brief.score"], ["critic.values"], ["actor.logprobs"],
+                            ["actor.advantages"], ["actor.update"], ["critic.update"]]  # fmt: skip
+    assert [(a, r) for a, r in plan.publishes] == [(actor, rollout)]
+    flow.connect(critic.output, reward.input)
+    with pytest.raises(FlowError, match="runs backwards"):
+        flow.compile()

@@ -8,7 +8,7 @@ Two forms, freely mixed. Stages, in the order a lap runs them::
     flow.run(actor.update)
     flow.publish(actor, to=rollout)
 
-or edges alone, from which the stages follow::
+or edges, from which the stages follow of nodes that are in none::
 
     flow.connect(actor.output, reward.input)
     flow.connect(reward.output, actor.update_signal)
@@ -114,7 +114,7 @@ class DataFlow:
     def compile(self, needs: Iterable[str] = ()) -> Plan:
         """Check the drawing and order it. ``needs``: columns that the algorithm must find written."""
         needs = list(needs)
-        flow = self if self.stages else self._staged(needs)
+        flow = self._staged(needs) if self.edges or not self.stages else self
         order = [op for stage in flow.stages for op in stage.ops]
         sources = [op for node in flow.nodes if isinstance(node, Data) for op in node.ops.values()]
         if not sources:
@@ -205,37 +205,48 @@ class DataFlow:
         return port.op
 
     def _staged(self, needs: list[str]) -> DataFlow:
-        """Stages for a flow drawn by edges alone. Data, rollout and, for a KL penalty, the reference are implied."""
+        """With stages for the nodes that edges alone draw, around those that are there. Data, rollout and, for a KL
+        penalty, the reference are implied."""
         if not self.edges:
             raise FlowError("the flow is empty: add stages with run() or edges with connect()")
+        drawn = {op for stage in self.stages for op in stage.ops}
         actor = next((n for n in self.nodes if isinstance(n, Actor)), None)
         if actor is None:
             raise FlowError(f"the flow has no Actor among {self.nodes}, so nothing is trained")
-        self._check_cycle()
-        self._check_reached(actor)
         rollout = next((n for n in self.nodes if isinstance(n, Rollout)), None) or Rollout(weights=actor)
         data = next((n for n in self.nodes if isinstance(n, Data)), None) or Data()
         flow = DataFlow(data, rollout, *self.nodes)
+        flow.edges, flow.publishes = list(self.edges), list(self.publishes)
         if "ref_logprobs" in needs and not any(isinstance(n, Reference) for n in self.nodes):
             flow._add(Reference())
-        flow.edges = list(self.edges)
-        scores = [op for node in self.nodes for op in node.ops.values() if "scores" in op.writes]
-        flow.collect(rollout.ops["generate"], *scores)
+        free = [n for n in flow.nodes if drawn.isdisjoint(n.ops.values()) and not isinstance(n, Data | Rollout)]
+        if not self.stages:
+            self._check_cycle()
+        self._check_reached(actor, [n for n in free if n in self.nodes], actor.ops["update"] in drawn)
+        sampled, *loops = [stage.ops for stage in self.stages if stage.kind == "collect"] or [()]
+        stages = [stage for stage in self.stages if stage.kind == "run"]
+        scores = [op for node in free for op in node.ops.values() if "scores" in op.writes]
+        flow.collect(*{rollout.ops["generate"]} - drawn, *sampled, *scores)
+        for ops in loops:
+            flow.collect(*ops)
         passes = [
             op
-            for node in flow.nodes
+            for node in free
             for op in node.ops.values()
-            if op.writes
-            and not op.chosen
-            and op not in scores
-            and op is not actor.ops["advantages"]
-            and not isinstance(node, Data | Rollout)
+            if op.writes and not op.chosen and op not in scores and op is not actor.ops["advantages"]
         ]
         if passes:
             flow.run(*passes)
-        flow.run(actor.ops["advantages"])
-        flow.run(*(node.ops["update"] for node in self.nodes if isinstance(node, Critic)), actor.ops["update"])
-        return flow.publish(actor, to=rollout)
+        updates = [node.ops["update"] for node in free if isinstance(node, Critic)]
+        updates += {actor.ops["update"]} - drawn
+        last = next((i for i, s in enumerate(stages) if actor.ops["update"] in s.ops), len(stages))
+        flow.stages += stages[:last]
+        if actor.ops["advantages"] not in drawn:
+            flow.run(actor.ops["advantages"])
+        flow.stages += stages[last:]
+        if updates:
+            flow.run(*updates)
+        return flow if any(to is rollout for _, to in flow.publishes) else flow.publish(actor, to=rollout)
 
     def _check_cycle(self) -> None:
         after: dict[Op, set[Op]] = {}
@@ -259,18 +270,18 @@ class DataFlow:
         for op in list(after):
             visit(op)
 
-    def _check_reached(self, actor: Actor) -> None:
-        """Every node must lead to the actor's update."""
+    def _check_reached(self, actor: Actor, free: list[Node], updated: bool) -> None:
+        """Every node that edges alone draw must lead to the actor's update."""
         reaches: set[Node] = {actor}
         while True:
             more = {s.node for s, t in self.edges if t.node in reaches} - reaches
             if not more:
                 break
             reaches |= more
-        for node in self.nodes:
-            if node not in reaches and not isinstance(node, Data | Rollout):
+        for node in free:
+            if node not in reaches:
                 raise FlowError(f"{node!r} leads nowhere: connect its output towards {actor.name}.update_signal")
-        if not any(t.node is actor and t.name == "update_signal" for _, t in self.edges):
+        if not updated and not any(t.node is actor and t.name == "update_signal" for _, t in self.edges):
             raise FlowError(f"nothing is connected to {actor.name}.update_signal, so {actor.name} is never trained")
 
     def describe(self) -> str:

@@ -133,3 +133,10 @@ def test_the_gpus_asked_for_are_used(monkeypatch: pytest.MonkeyPatch, processes_
     for name, value in given.items():
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value, **__: value)
     assert _Places.of([2, 3], None).actor == torch.device("cuda", expected)
+
+
+def test_what_it_does_not_take_is_said():
+    with pytest.raises(RequestError, match=r"hybrid_config: no key reshard, it has reshard_interval, "):
+        HybridEngine(f_llama(), hybrid_config={"reshard": 2})
+    with HybridEngine(f_llama()) as engine, pytest.raises(RequestError, match="padded on the left"):
+        engine.actor_model.generate([[1, 2, 3]])

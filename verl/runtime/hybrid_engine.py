@@ -93,7 +93,9 @@ class HybridEngine:
             self.config = HybridConfig.model_validate(dict(hybrid_config or {}))
         except ValidationError as error:
             found = error.errors()[0]
-            raise RequestError(f"hybrid_config: {'.'.join(map(str, found['loc']))}: {found['msg']}") from error
+            key, known = ".".join(map(str, found["loc"])), ", ".join(HybridConfig.model_fields)
+            wrong = f"no key {key}, it has {known}" if found["type"] == "extra_forbidden" else f"{key}: {found['msg']}"
+            raise RequestError(f"hybrid_config: {wrong}") from error
         self.source, self.tokenizer, self.dtype, self.critic_lr, self.seed = model, tokenizer, dtype, critic_lr, seed
         self.places = _Places.of(actor_devices, critic_devices)
         if self.places.apart and critic_lr is None:
@@ -235,6 +237,11 @@ class ActorModel(nn.Module):
 
         Noise follows from the engine's seed and the number of the call, whatever the batch.
         """
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+            raise RequestError(
+                "generate() takes a tensor of token ids [B, P], padded on the left: tokenizer(prompts, padding=True, "
+                'padding_side="left", return_tensors="pt")'
+            )
         call = next(self._calls)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [tuple(row[m.bool()].tolist()) for row, m in zip(input_ids.cpu(), mask.cpu(), strict=True)]

@@ -391,29 +391,31 @@ class MegatronEngine:
 
 
 class _Passes:
-    """The micro-batches of one call, packed as they are needed."""
+    """The micro-batches of one call, packed as they are needed; the latest one is kept, and the sizes of all."""
 
     def __init__(self, engine: MegatronEngine, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> None:
         self.engine, self.batch, self.micro_batches = engine, batch, micro_batches
-        self._made: dict[int, tuple[Batch, Packed]] = {}
+        self._made: tuple[int, Batch, Packed] | None = None
+        self._sizes: dict[int, int] = {}
 
     def rows(self, i: int) -> Batch:
-        return self._of(i)[0]
+        return self._of(i)[1]
 
     def packed(self, i: int) -> Packed:
-        return self._of(i)[1]
+        return self._of(i)[2]
 
     def buffer(self, i: int) -> Tensor:
         """For hidden states, or their gradients, on their way between stages."""
         engine = self.engine
-        shape = self.packed(i).ids.shape[0], 1, engine.shape.hidden
-        return torch.empty(shape, dtype=engine.dtype, device=engine.device)
+        if i not in self._sizes:
+            self._of(i)
+        return torch.empty((self._sizes[i], 1, engine.shape.hidden), dtype=engine.dtype, device=engine.device)
 
-    def _of(self, i: int) -> tuple[Batch, Packed]:
-        if i not in self._made:
+    def _of(self, i: int) -> tuple[int, Batch, Packed]:
+        if self._made is None or self._made[0] != i:
             rows = self.batch.select(self.micro_batches[i]) if self.micro_batches[i] else padding(self.batch)
             part = packed(rows).to(self.engine.device)
             if self.engine.context is not None:
                 part = Part.of(part, self.engine.context)
-            self._made[i] = rows, part
-        return self._made[i]
+            self._made, self._sizes[i] = (i, rows, part), part.ids.shape[0]
+        return self._made

@@ -11,6 +11,7 @@ import torch
 
 from tests.algorithms.ragged import rows, totals_of
 from verl.algorithms.reduce import (
+    last_tokens,
     masked_mean,
     masked_whiten,
     reduce_loss,
@@ -35,6 +36,12 @@ def slow_reduce(losses, mode: str, fixed_length: int) -> float:
         return sum(sum(values) / len(values) for values in per_row) / len(per_row)
     total = sum(map(sum, per_row)) / len(per_row)
     return total / fixed_length if mode == "seq-mean-token-sum-norm" else total
+
+
+def test_the_last_token_of_each_row():
+    got = last_tokens(R.mask, R.row, R.n).tolist()
+    assert [got[i] for i in range(R.n) if R.tokens(i)] == [R.tokens(i)[-1] for i in range(R.n) if R.tokens(i)]
+    assert last_tokens(torch.zeros_like(R.mask), R.row, R.n).shape == (R.n,)
 
 
 @pytest.mark.parametrize("mode", MODES)

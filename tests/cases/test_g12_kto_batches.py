@@ -100,7 +100,7 @@ def share(theta: torch.Tensor, rank: list[tuple[bool, float, float]], total: flo
     out = kto(logratios, desirable, z, BETA)
     loss = out.losses.sum() / count
     loss.backward()
-    return loss.item(), theta.grad.item(), kto_statistics(out, desirable)
+    return loss.item(), theta.grad.item(), {name: float(x) for name, x in kto_statistics(out, desirable).items()}
 
 
 def test_two_ranks_with_one_side_each(tmp_path):

@@ -15,6 +15,7 @@ from verl.config.errors import RequestError
 from verl.config.model import ModelConfig, OptimizerConfig
 from verl.engines.fsdp import FsdpEngine
 from verl.models.factory import load_model
+from verl.models.logprobs import CHUNK_BYTES
 from verl.models.policy import Policy
 from verl.models.value import HIDDEN, SharedValue, Value
 
@@ -110,6 +111,17 @@ def test_forward_gives_rows_in_batch_order_without_a_graph():
         assert torch.equal(column.lengths, batch().ragged("response_ids").lengths)
         assert torch.equal(parts[name].lengths, column.lengths) and not column.values.requires_grad
         torch.testing.assert_close(parts[name].values, column.values, atol=1e-5, rtol=1e-5)
+
+
+def test_outputs_go_home_together():
+    """From the meta device nothing can go: all micro-batches are computed before something is to."""
+    engine, calls = FsdpEngine(policy(f_llama()).requires_grad_(False).to("meta"), SGD), []
+    engine.module.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(CHUNK_BYTES, "meta", 1 << 20)
+        with pytest.raises(NotImplementedError, match="out of meta tensor"):
+            engine.forward(batch(), [[4, 1], [0], [5, 3, 2]], BOTH, 0.8)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("micro_batches", [[[0, 1]], [[0, 1, 2, 3, 4, 5, 5]], []])

@@ -138,6 +138,18 @@ def test_attention_equals_the_slow_and_obvious_one(softcap, window, kv_heads):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+def test_a_mask_is_a_byte_a_pair_and_is_made_for_windows_that_a_layer_has():
+    packed = pack(ragged(range(40), range(3)), ragged(range(9), range(70)))
+    q, k, v = torch.zeros(3, len(packed), 2, 8)
+    sizes = []
+    for window in (None, 3, 3, None):
+        packed.attend(0, q, k, v, AttentionOptions(window=window))
+        buckets, place = packed._buckets
+        assert place.unique().numel() == len(packed)
+        sizes.append(sum(mask.nbytes for b in buckets for mask in b._masks.values()))
+    assert sizes == [48**2 + 72**2, 2 * (48**2 + 72**2), sizes[1], sizes[1]]
+
+
 def test_gradients_on_several_threads_are_the_same_each_time():
     """Of what is read in many places; indexing adds those up in another order each time."""
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ from verl.rollout.vllm import VllmEngine
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 GPU = torch.cuda.is_available()
-CLOSE = 1e-4 if GPU else 1e-5  # of log-probabilities
+CLOSE = 1e-4  # of log-probabilities
 BLOCK = 16 if GPU else 128  # tokens of the cache's unit
 ADAPTED = torch.bfloat16 if GPU else torch.float32  # vLLM has no kernels for adapters in fp32 on a GPU
 SETTINGS: dict[str, Any] = {"device": "cuda:0" if GPU else "cpu"}
@@ -333,7 +333,7 @@ def test_tied_embeddings_and_biases(engines: Engines) -> None:
         assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=8)), requests()) < CLOSE
 
 
-ADAPTED_CLOSE = 0.1 if GPU else 2e-5
+ADAPTED_CLOSE = 0.1 if GPU else 1e-4
 ADAPTER = LoraConfig(
     task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear", rank_pattern={"up_proj": 8}
 )

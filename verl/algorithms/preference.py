@@ -4,6 +4,7 @@ Pair losses read ``chosen``, ``rejected``, ``ref_chosen``, ``ref_rejected`` ``[P
 log-probabilities *summed* over its masked tokens, under the policy and the frozen reference; ``chosen_lengths``,
 ``rejected_lengths`` ``[P]`` int64 count those tokens. Losses are per pair, row or token and undivided: divide their sum
 by the mini-batch's global number of pairs, rows or tokens, and shares add over micro-batches and ranks.
+Lengths and labels are judged (``ValueError``) where they lie on a CPU: to ask a GPU is to wait for it.
 Gradients flow to the policy's log-probabilities or scores only. Everything is float32 at least.
 """
 
@@ -174,12 +175,12 @@ def mismatch(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
-def kto_statistics(out: RowLoss, desirable: Tensor) -> dict[str, float]:
+def kto_statistics(out: RowLoss, desirable: Tensor) -> dict[str, Tensor]:
     """Counts and reward sums of the two sides; they add over micro-batches and ranks, so a side may be 0 here."""
     rewards = out.rewards.double()
-    sums = [desirable.sum(), (~desirable).sum(), select(rewards, desirable).sum(), select(rewards, ~desirable).sum()]
-    names = ("desirable", "undesirable", "desirable_reward", "undesirable_reward")
-    return dict(zip(names, torch.stack([s.double() for s in sums]).tolist(), strict=True))
+    sides = {"desirable": desirable, "undesirable": ~desirable}
+    counts = {side: rows.sum() for side, rows in sides.items()}
+    return counts | {f"{side}_reward": select(rewards, rows).sum() for side, rows in sides.items()}
 
 
 def kto_means(sums: Mapping[str, float]) -> dict[str, float]:
@@ -251,19 +252,23 @@ def pair_index(group: Tensor, preferred: Tensor) -> tuple[Tensor, Tensor]:
     """Row numbers ``([P], [P])`` of the chosen and the rejected row of each pair, pairs in order of group number.
 
     ``group [B]`` int; ``preferred [B]`` int64: +1 chosen, -1 rejected, 0 neither. A group of zeros alone is no pair.
-    ``ValueError`` for a group that has anything but one of each.
+    ``ValueError`` for a group that has anything but one of each. Found on the host, whatever device they lie on.
     """
-    names, index = torch.unique(group, return_inverse=True)
-    chosen, rejected = (preferred > 0).nonzero().squeeze(1), (preferred < 0).nonzero().squeeze(1)
-    counts = [torch.bincount(index[rows], minlength=len(names)) for rows in (chosen, rejected)]
-    wrong = ((counts[0] != counts[1]) | (counts[0] > 1)).nonzero().squeeze(1).tolist()
+    sides: dict[int, tuple[list[int], list[int]]] = {}
+    for row, (g, side) in enumerate(zip(group.tolist(), preferred.tolist(), strict=True)):
+        if side:
+            sides.setdefault(g, ([], []))[side < 0].append(row)
+    wrong = [g for g, (chosen, rejected) in sorted(sides.items()) if (len(chosen), len(rejected)) != (1, 1)]
     if wrong:
-        g = wrong[0]
+        chosen, rejected = sides[wrong[0]]
         raise ValueError(
-            f"group {names[g].item()} has {counts[0][g].item()} chosen and {counts[1][g].item()} rejected rows; "
+            f"group {wrong[0]} has {len(chosen)} chosen and {len(rejected)} rejected rows; "
             f"a pair is exactly one of each, in one micro-batch ({len(wrong)} such groups)"
         )
-    return chosen[index[chosen].argsort()], rejected[index[rejected].argsort()]
+    pairs = [(chosen[0], rejected[0]) for _, (chosen, rejected) in sorted(sides.items())]
+    index = torch.tensor(pairs, dtype=torch.int64, device=group.device).view(-1, 2)
+    chosen_rows, rejected_rows = index.unbind(1)
+    return chosen_rows, rejected_rows
 
 
 def preferences_from_scores(scores: Tensor, group: Tensor) -> Tensor:
@@ -289,12 +294,13 @@ def preferences_from_scores(scores: Tensor, group: Tensor) -> Tensor:
     return preferred
 
 
-def pair_statistics(out: PairLoss) -> dict[str, float]:
+def pair_statistics(out: PairLoss) -> dict[str, Tensor | float]:
     """Sums that add over micro-batches and ranks; ``pairs`` is their denominator. A tie is not ``accurate``."""
     chosen, rejected = out.chosen_rewards.double(), out.rejected_rewards.double()
-    sums = torch.stack([(chosen > rejected).sum(), (chosen - rejected).sum(), chosen.sum(), rejected.sum()]).tolist()
-    names = ("accurate", "margin", "chosen_reward", "rejected_reward")
-    return {"pairs": float(len(chosen)), **dict(zip(names, sums, strict=True))}
+    return {
+        "pairs": len(chosen), "accurate": (chosen > rejected).sum(), "margin": (chosen - rejected).sum(),
+        "chosen_reward": chosen.sum(), "rejected_reward": rejected.sum(),
+    }  # fmt: skip
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -306,7 +312,7 @@ def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def _per_token(sums: Tensor, lengths: Tensor) -> Tensor:
-    if (lengths < 1).any():
+    if lengths.device.type == "cpu" and (lengths < 1).any():
         empty = (lengths < 1).nonzero().flatten().tolist()
         raise ValueError(f"pairs {empty} have a side without tokens; an empty response carries no preference")
     return sums / lengths
@@ -319,8 +325,7 @@ def _log_odds(logprobs: Tensor) -> Tensor:
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     labels = labels.detach().to(logits)
-    outside = ~((labels >= 0) & (labels <= 1))
-    if outside.any():
+    if labels.device.type == "cpu" and (outside := ~((labels >= 0) & (labels <= 1))).any():
         rows = outside.nonzero().flatten().tolist()
         raise ValueError(f"rows {rows} have a label outside [0, 1]: {labels[outside].tolist()}")
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")

@@ -36,10 +36,8 @@ def row_counts(mask: Tensor, row: Tensor, n_rows: int) -> Tensor:
 
 def last_tokens(mask: Tensor, row: Tensor, n_rows: int) -> Tensor:
     """``[B]`` position of each row's last masked token; meaningless for a row without any."""
-    tokens = mask.nonzero().squeeze(1)
-    if not len(tokens):
-        return torch.zeros(n_rows, dtype=torch.int64, device=mask.device)
-    return tokens[row_counts(mask, row, n_rows).cumsum(0) - 1]
+    place = torch.where(mask, torch.arange(len(mask), device=mask.device), 0)
+    return place.new_zeros(n_rows).scatter_reduce(0, row, place, "amax")
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

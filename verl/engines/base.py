@@ -6,16 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from verl.batch import Batch, Ragged
 from verl.layout import Piece
 
-LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, float]]]
+Stats = Mapping[str, Tensor | float]
+LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Stats]]
 """``(outputs, micro-batch) -> (loss, statistics)``.
 
-Outputs are flat ``[R]``, the micro-batch's rows in order. The loss is already divided by the mini-batch's global
-totals, so the engine only adds. Statistics are added too, or maximised where their name ends in ``_max``.
+Outputs are flat ``[R]``, the micro-batch's rows in order; its token columns lie beside them, row columns where the
+batch has them (on the host). The loss is already divided by the mini-batch's global totals, so the engine only adds.
+Statistics are added too, or maximised where their name ends in ``_max``.
+
+Statistics are numbers or detached scalars on the outputs' device. A loss function asks that device for nothing (no
+``item``, ``tolist``, ``nonzero``, indexing by a mask): who asks waits until the forward is computed, and the backward
+isn't queued meanwhile.
 """
 
 
@@ -37,6 +44,15 @@ class UpdateReport:
                 self.stats[name] = float(value)
             else:
                 self.stats[name] = max(old, float(value)) if name.endswith("_max") else old + float(value)
+
+
+def counted(parts: Sequence[Stats]) -> dict[str, float]:
+    """Statistics of micro-batches together, as numbers: here, once, somebody waits for the device."""
+    tensors = [value.double() for stats in parts for value in stats.values() if isinstance(value, Tensor)]
+    found, report = iter(torch.stack(tensors).tolist() if tensors else ()), UpdateReport()
+    for stats in parts:
+        report.add({name: next(found) if isinstance(value, Tensor) else value for name, value in stats.items()})
+    return report.stats
 
 
 class TrainEngine(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.layout import Layout
-from verl.models.packing import AttentionOptions, Packed
+from verl.models.packing import AttentionOptions, Packed, send
 
 
 def context_group(layout: Layout, ranks: Sequence[int] | None = None) -> Any:
@@ -63,15 +63,22 @@ class Part(Packed):
 
     @classmethod
     def of(cls, full: Packed, group: Any) -> Part:
+        """Cut on the host, before it goes to a device, which so isn't asked how many response tokens are here."""
         ranks, total = dist.get_world_size(group), len(full)
         n = -(-total // ranks)
         start = dist.get_rank(group) * n
         ids, positions = (F.pad(x, (0, ranks * n - total))[start : start + n] for x in (full.ids, full.positions))
         where = full.predict.values
         mine = ((where >= start) & (where < start + n)).nonzero()[:, 0]
-        rows = full.predict.row_index.to(mine.device)[mine].cpu()
+        rows = full.predict.row_index[mine]
         predict = Ragged(where[mine] - start, torch.bincount(rows, minlength=len(full.predict)))
         return cls(ids, positions, predict, full.q_lengths, full.k_spans, full, group, mine)
+
+    def to(self, device: torch.device | str) -> Part:
+        own, full = super().to(device), self.full.to(device)
+        return replace(
+            self, ids=own.ids, positions=own.positions, predict=own.predict, full=full, mine=send(self.mine, device)
+        )
 
     def own(self, x: Tensor) -> Tensor:
         return x[self.mine]

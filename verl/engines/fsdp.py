@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError
 from verl.config.model import OptimizerConfig
-from verl.engines.base import LossFn, UpdateReport
+from verl.engines.base import LossFn, Stats, UpdateReport, counted
 from verl.engines.context_parallel import Part
 from verl.engines.layers import prepare
 from verl.engines.optim import Optimizer
 from verl.engines.sharding import Sharding, distributed, piece_of, whole
-from verl.engines.share import in_batch_order, order_of, packed, padding, step, unweighted
+from verl.engines.share import beside, in_batch_order, order_of, packed, padding, step, unweighted
 from verl.engines.spread import Spread
 from verl.layout import Piece
 from verl.models.policy import Policy
@@ -93,10 +93,12 @@ class FsdpEngine:
         with torch.no_grad():
             for rows in micro_batches:
                 micro = batch.select(rows) if rows else padding(batch)
-                for name, values in self._outputs(micro, want, temperature).items():
-                    parts[name].append(values.to(home) if rows else values[:0].to(home))
+                for name, values in self._outputs(micro, want, temperature)[0].items():
+                    values = values if rows else values[:0]
+                    # hidden states go home at once, they are large; a number of each token goes with all others
+                    parts[name].append(values.to(home) if values.ndim > 1 else values)
         self.spread.release()
-        return {name: in_batch_order(torch.cat(values), batch, order) for name, values in parts.items()}
+        return {name: in_batch_order(torch.cat(values).to(home), batch, order) for name, values in parts.items()}
 
     def update(
         self,
@@ -108,22 +110,25 @@ class FsdpEngine:
     ) -> UpdateReport:
         if self.optimizer is None:
             raise RuntimeError("this engine's model has no trainable parameter")
-        mask, mine, tokens = batch.ragged("response_mask"), UpdateReport(), 0
+        told: list[Stats] = []
+        mask = batch.ragged("response_mask").select([row for rows in micro_batches for row in rows])
+        tokens = int(mask.values.sum())
         self.module.train()
         for number, rows in enumerate(micro_batches, 1):
             self.spread.begin_pass(last=number == len(micro_batches))
+            micro = batch.select(rows) if rows else padding(batch)
+            outputs, near = self._outputs(micro, want, temperature)
             if rows:
-                micro = batch.select(rows)
-                loss, stats = loss_fn(self._outputs(micro, want, temperature), micro)
-                mine.add(stats)
-                tokens += int(mask.select(rows).values.sum())
+                loss, stats = loss_fn(outputs, near)
+                told.append(stats)
             else:
-                loss = unweighted(self._outputs(padding(batch), want, temperature))
+                loss = unweighted(outputs)
             loss.backward()
+            del loss, outputs  # and so the graph, which would keep what the head kept through the next forward
         self.module.eval()
         self.spread.release()
         self.spread.reduce(self.optimizer.masters)
-        return step(self.optimizer, self.spread.gather(mine.stats, tokens, self.optimizer.square_sum()))
+        return step(self.optimizer, self.spread.gather(counted(told), tokens, self.optimizer.square_sum()))
 
     def total(self, values: Sequence[float]) -> list[float]:
         return self.spread.total(values)
@@ -151,16 +156,15 @@ class FsdpEngine:
         if self.optimizer:
             self.optimizer.restore(tensors, facts)
 
-    def _outputs(self, rows: Batch, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """The module's outputs ``[R]`` for rows computed together."""
-        device = self.module.device
-        if isinstance(self.module, SharedValue) and HIDDEN in rows:
-            return self.module(None, None, want, temperature, hidden=rows.ragged(HIDDEN).values.to(device))
-        targets = rows.ragged("response_ids").values.to(device)
-        part = packed(rows, ends=self.module.reads_ends).to(device)
+    def _outputs(self, rows: Batch, want: frozenset[str], temperature: float) -> tuple[dict[str, Tensor], Batch]:
+        """The module's outputs ``[R]`` for rows computed together, and the rows ``beside`` the module."""
+        near = beside(rows, self.module.device)
+        if isinstance(self.module, SharedValue) and HIDDEN in near:
+            return self.module(None, None, want, temperature, hidden=near.ragged(HIDDEN).values), near
+        part = packed(rows, ends=self.module.reads_ends)
         if self.spread.context is not None:
             part = Part.of(part, self.spread.context)
-        return self.module(part, targets, want, temperature)
+        return self.module(part.to(self.module.device), near.ragged("response_ids").values, want, temperature), near
 
 
 def _matrices(module: Policy | Value | SharedValue | Scorer) -> set[str]:

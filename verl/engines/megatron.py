@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.batch import Batch, Ragged
 from verl.config.errors import RequestError, RunError
 from verl.config.model import OptimizerConfig
-from verl.engines.base import LossFn, UpdateReport
+from verl.engines.base import LossFn, Stats, UpdateReport, counted
 from verl.engines.context_parallel import Part, check_heads
 from verl.engines.distributed_optimizer import DistributedOptimizer
 from verl.engines.megatron_model import Rows, build
 from verl.engines.pipeline import Pipeline
-from verl.engines.share import Share, in_batch_order, of_all, order_of, packed, padding, step, unweighted
+from verl.engines.share import Share, beside, in_batch_order, of_all, order_of, packed, padding, step, unweighted
 from verl.engines.vocab_parallel import token_logprobs as parallel_logprobs
 from verl.layout import Layout, Piece
 from verl.models.decoder import known
@@ -168,7 +168,8 @@ class MegatronEngine:
         if self.optimizer is None:
             raise RuntimeError("this engine's model has no trainable parameter")
         known(want, OUTPUTS)
-        mask, mine = batch.ragged("response_mask"), UpdateReport()
+        mask = batch.ragged("response_mask")
+        told: list[Stats] = []
         tokens = sum(int(mask.select(rows).values.sum()) for rows in micro_batches if rows)
         passes = _Passes(self, batch, micro_batches)
 
@@ -180,7 +181,7 @@ class MegatronEngine:
             if not micro_batches[i]:
                 return unweighted(outputs)
             loss, stats = loss_fn(outputs, passes.rows(i))
-            mine.add(stats)
+            told.append(stats)
             return loss
 
         self.model.train()
@@ -189,7 +190,7 @@ class MegatronEngine:
         self.optimizer.reduce()
         self._reduce(self.optimizer.masters)
         square = self._square_sum(self.optimizer.masters)
-        share = Share({}, 0, square) if self._again else Share(mine.stats, tokens, square)
+        share = Share({}, 0, square) if self._again else Share(counted(told), tokens, square)
         return step(self.optimizer, of_all(self.mesh, AXES, share))
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -299,7 +300,7 @@ class MegatronEngine:
         self, hidden: Tensor, packed: Packed, rows: Batch, want: frozenset[str], temperature: float
     ) -> dict[str, Tensor]:
         """``[R]`` of the last stage's ``hidden [T, 1, D]``."""
-        targets = packed.own(rows.ragged("response_ids").values.to(self.device))
+        targets = packed.own(rows.ragged("response_ids").values)
         hidden, head = read(hidden[:, 0], packed.predict.values), self._head
         options: Any = {"temperature": temperature, "with_entropy": "entropy" in want}
         if self.tp > 1:
@@ -414,8 +415,9 @@ class _Passes:
     def _of(self, i: int) -> tuple[int, Batch, Packed]:
         if self._made is None or self._made[0] != i:
             rows = self.batch.select(self.micro_batches[i]) if self.micro_batches[i] else padding(self.batch)
-            part = packed(rows).to(self.engine.device)
+            part = packed(rows)
             if self.engine.context is not None:
                 part = Part.of(part, self.engine.context)
-            self._made, self._sizes[i] = (i, rows, part), part.ids.shape[0]
+            device = self.engine.device
+            self._made, self._sizes[i] = (i, beside(rows, device), part.to(device)), part.ids.shape[0]
         return self._made

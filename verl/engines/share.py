@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.batch import Batch, Ragged
 from verl.engines.base import UpdateReport
 from verl.engines.optim import Optimizer
-from verl.models.packing import Packed, pack
+from verl.models.packing import Packed, pack, send
 from verl.models.value import HIDDEN
 
 T = TypeVar("T")
@@ -76,6 +76,16 @@ def packed(rows: Batch, *, ends: bool = False) -> Packed:
     groups = rows.tensor("group").tolist() if "group" in rows else None
     prompts, responses = rows.ragged("prompt_ids").to("cpu"), rows.ragged("response_ids").to("cpu")
     return pack(prompts, responses, groups, ends=ends)
+
+
+def beside(rows: Batch, device: torch.device) -> Batch:
+    """The rows with their token columns on the device; row columns stay, for who asks which rows belong together."""
+    near = Batch(rows.ids, dict(rows.columns))
+    for name, column in rows.columns.items():
+        if isinstance(column, Ragged):  # hidden states are large: no copy in pinned memory
+            values = column.values
+            near[name] = column.with_values(send(values, device) if values.ndim == 1 else values.to(device))
+    return near
 
 
 def padding(batch: Batch) -> Batch:

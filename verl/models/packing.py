@@ -21,7 +21,7 @@ themselves (a scorer) wants ``pack(..., ends=True)``: nothing is left out, and `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -123,15 +123,32 @@ def read(x: Tensor, index: Tensor) -> Tensor:
     return x[index] if x.is_cuda else cast(Tensor, _Read.apply(x, index))
 
 
+def send(x: Tensor, device: torch.device | str) -> Tensor:
+    """``x`` on the ``device``. From the host to a GPU it goes by pinned memory and waits its turn there, so that the
+    host doesn't wait for what the GPU still computes."""
+    if x.device.type == "cpu" and torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 @dataclass
 class _Bucket:
-    """Segments of similar length, padded together: packed positions ``q_index [N, Lq]`` and ``k_index [N, Lk]``."""
+    """Segments of similar length, padded together: packed positions ``q_index [N, Lq]`` and ``k_index [N, Lk]``.
+
+    ``last [N, Lq]`` is the last of its segment's keys that a query sees. A padded one sees the first alone, so that its
+    softmax is finite; it is dropped."""
 
     q_index: Tensor
     k_index: Tensor
-    mask: Tensor  # [N, 1, Lq, Lk]
-    distance: Tensor  # [N, 1, Lq, Lk] query position minus key position
-    real: Tensor  # [N, Lq] False on padded queries
+    last: Tensor
+    _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+
+    def mask(self, window: int | None) -> Tensor:
+        """``[N, 1, Lq, Lk]`` True where a query sees a key."""
+        if window not in self._masks:
+            key, last = torch.arange(self.k_index.shape[1], device=self.last.device), self.last[:, None, :, None]
+            self._masks[window] = key <= last if window is None else (key <= last) & (key > last - window)
+        return self._masks[window]
 
 
 @dataclass
@@ -148,9 +165,8 @@ class Packed:
         return self.ids.shape[0]
 
     def to(self, device: torch.device | str) -> Packed:
-        return Packed(
-            self.ids.to(device), self.positions.to(device), self.predict.to(device), self.q_lengths, self.k_spans
-        )
+        ids, positions, predict = (send(x, device) for x in (self.ids, self.positions, self.predict.values))
+        return Packed(ids, positions, self.predict.with_values(predict), self.q_lengths, self.k_spans)
 
     def own(self, x: Tensor) -> Tensor:
         """Of ``x [R, ...]``, those response tokens whose ``predict`` is among these tokens: all."""
@@ -165,15 +181,14 @@ class Packed:
         plain = not options.dropout and not options.softcap and q.shape[-1] == v.shape[-1]  # all the kernel can do
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain:
             return self._attend_varlen(q, k, v, options)
-        parts = []
-        for b in self._buckets:
-            mask = b.mask if options.window is None else b.mask & (b.distance < options.window)
+        parts, (buckets, place) = [], self._buckets
+        for b in buckets:
             mine, keys, values = (
                 _Read.apply(x, index).transpose(1, 2) for x, index in ((q, b.q_index), (k, b.k_index), (v, b.k_index))
             )
-            part = masked_attention(mine, keys, values, mask, options)
+            part = masked_attention(mine, keys, values, b.mask(options.window), options)
             parts.append(part.transpose(1, 2).flatten(0, 1))
-        return cast(Tensor, _Read.apply(torch.cat(parts), self._place))
+        return cast(Tensor, _Read.apply(torch.cat(parts), place))
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -200,17 +215,19 @@ class Packed:
         k_lengths = [sum(end - start for start, end in spans) for spans in self.k_spans]
         index = None
         if any(len(spans) > 1 for spans in self.k_spans):
-            index = torch.cat([torch.arange(start, end) for spans in self.k_spans for start, end in spans]).to(device)
+            index = torch.cat([torch.arange(start, end) for spans in self.k_spans for start, end in spans])
+            index = send(index, device)
         cu_q, cu_k = (
             F.pad(torch.tensor(x, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
             for x in (self.q_lengths, k_lengths)
         )
-        return index, cu_q.to(device), cu_k.to(device), max(self.q_lengths), max(k_lengths)
+        return index, send(cu_q, device), send(cu_k, device), max(self.q_lengths), max(k_lengths)
 
     @cached_property
-    def _buckets(self) -> list[_Bucket]:
+    def _buckets(self) -> tuple[list[_Bucket], Tensor]:
         """Segments by size class (powers of two from 32), so that padding costs at most about a factor of two, and
-        that in attention alone."""
+        that in attention alone; and ``[T]`` where each packed position's query lies among the buckets' padded queries,
+        laid end to end."""
         starts = [0]
         for n in self.q_lengths:
             starts.append(starts[-1] + n)
@@ -218,36 +235,22 @@ class Packed:
         for s, spans in enumerate(self.k_spans):
             queries, keys = self.q_lengths[s], sum(end - start for start, end in spans)
             classes.setdefault((max(queries, 32).bit_length(), max(keys, 32).bit_length()), []).append(s)
-        return [self._bucket(members, starts) for members in classes.values()]
-
-    @cached_property
-    def _place(self) -> Tensor:
-        """``[T]`` where each packed position's query lies among the buckets' padded queries, laid end to end."""
-        place = torch.empty(len(self), dtype=torch.int64, device=self.ids.device)
-        at = 0
-        for b in self._buckets:
-            real = b.real.flatten().nonzero()[:, 0]
-            place[b.q_index.flatten()[real]] = real + at
-            at += b.real.numel()
-        return place
+        place, at, buckets = torch.empty(len(self), dtype=torch.int64), 0, []
+        for members in classes.values():
+            width = max(self.q_lengths[s] for s in members)
+            for s in members:
+                place[starts[s] : starts[s + 1]] = torch.arange(at, at + self.q_lengths[s])
+                at += width
+            buckets.append(self._bucket(members, starts))
+        return buckets, send(place, self.ids.device)
 
     def _bucket(self, members: list[int], starts: list[int]) -> _Bucket:
-        pad = torch.nn.utils.rnn.pad_sequence
         queries = [torch.arange(starts[s], starts[s + 1]) for s in members]
         keys = [torch.cat([torch.arange(start, end) for start, end in self.k_spans[s]]) for s in members]
-        q_len = torch.tensor([len(x) for x in queries])[:, None]
-        k_len = torch.tensor([len(x) for x in keys])[:, None]
-        q_index, k_index = pad(queries, batch_first=True), pad(keys, batch_first=True)
-        q_at = torch.arange(q_index.shape[1])[None]
-        k_at = torch.arange(k_index.shape[1])[None]
-        q_pos = q_at + (k_len - q_len)  # aligned at the ends: the last query sees every key
-        distance = q_pos[:, :, None] - k_at[:, None, :]
-        mask = (distance >= 0) & (k_at < k_len)[:, None, :]
-        real = q_at < q_len
-        mask[:, :, 0] |= ~real  # a padded query sees one key, so that its softmax is finite; it is dropped
-        distance[~real] = 0  # in any window
-        device = self.ids.device
-        return _Bucket(*(t.to(device) for t in (q_index, k_index, mask[:, None], distance[:, None], real)))
+        # aligned at the ends: the last query sees every key
+        last = [torch.arange(len(k) - len(q), len(k)) for q, k in zip(queries, keys, strict=True)]
+        padded = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (queries, keys, last))
+        return _Bucket(*(send(x, self.ids.device) for x in padded))
 
 
 def common_prefix(prompts: Sequence[Sequence[int] | Tensor]) -> int:

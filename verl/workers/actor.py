@@ -16,10 +16,10 @@ from verl.algorithms.policy import POLICY_LOSSES, covariance_tokens
 from verl.algorithms.reduce import masked_whiten, reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
-from verl.engines.base import LossFn, TrainEngine
+from verl.engines.base import LossFn, Stats, TrainEngine
 from verl.seats import MiniBatch
 from verl.workers.lap import Lap, Mean, Most
-from verl.workers.update import run_steps
+from verl.workers.update import mask_and_row, run_steps
 
 COVARIANCE = "covariance_tokens"  # batch column: tokens that clip_cov or kl_cov treat apart, chosen once per lap
 
@@ -147,33 +147,25 @@ class ActorWorker:
         numbers["clip_low"], numbers["clip_high"] = algorithm.clip_range
         policy_loss = POLICY_LOSSES[algorithm.recipe.loss]
 
-        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Stats]:
             logprobs, entropy = outputs["logprobs"], outputs["entropy"]
-
-            def column(name: str) -> Tensor:
-                return micro.ragged(name).values.to(logprobs.device)
-
-            mask, row, n = (
-                column("response_mask"),
-                micro.ragged("response_mask").row_index.to(logprobs.device),
-                len(micro),
-            )
-            sampled = column("sampled_logprobs")
+            (mask, row), n = mask_and_row(micro), len(micro)
+            sampled = _values(micro, "sampled_logprobs")
             on_policy = "old_logprobs" not in micro  # one optimizer step per lap: the policy is its own past
-            old = column("old_logprobs") if not on_policy else logprobs.detach()
+            old = _values(micro, "old_logprobs") if not on_policy else logprobs.detach()
             if algorithm.old_logprobs == "sampler":
                 old = sampled
             facts = numbers | {
-                "logprobs": logprobs, "old_logprobs": old, "advantages": column("advantages"),
+                "logprobs": logprobs, "old_logprobs": old, "advantages": _values(micro, "advantages"),
                 "mask": mask, "row": row, "n_rows": n,
             }  # fmt: skip
             if COVARIANCE in micro:
-                facts[COVARIANCE] = column(COVARIANCE)
+                facts[COVARIANCE] = _values(micro, COVARIANCE)
             out = call(policy_loss, facts)
             losses = out.losses
             trainer = old if algorithm.old_logprobs == "trainer" else logprobs.detach()
             apart = call(correction_weights, facts | {"old_logprobs": trainer, "sampled_logprobs": sampled})
-            stats: dict[str, Any] = {
+            stats: dict[str, Tensor | float] = {
                 "sampler_kl": apart.kl, "ratio": apart.ratio_total, "ratio_squares": apart.ratio_squares
             }  # fmt: skip
             if algorithm.correction != "none":
@@ -181,7 +173,7 @@ class ActorWorker:
                 stats |= {"weight": apart.total, "weight_squares": apart.squares, "weight_changed": apart.changed}
             if "ref_logprobs" in micro and algorithm.kl_in == "loss" and lap.kl_coef:
                 losses = losses + lap.kl_coef * kl_estimate(
-                    logprobs, column("ref_logprobs"), mask, algorithm.kl_estimator
+                    logprobs, _values(micro, "ref_logprobs"), mask, algorithm.kl_estimator
                 )
             if algorithm.entropy_coef:
                 losses = losses - algorithm.entropy_coef * entropy
@@ -190,16 +182,17 @@ class ActorWorker:
             )
             with torch.no_grad():
                 stats |= {
-                    "loss": total.detach(), "tokens": mask.sum(), "rows": row[mask].unique().numel(),
-                    "entropy": entropy[mask].sum(), "clipped": out.clipped, "approx_kl": out.approx_kl,
+                    "loss": total.detach(), "tokens": mask.sum(), "rows": (row_counts(mask, row, n) > 0).sum(),
+                    "entropy": select(entropy, mask).double().sum(), "clipped": out.clipped, "approx_kl": out.approx_kl,
                     "ratio_max": out.ratio_max,
                 }  # fmt: skip
                 if on_policy:
-                    gap = (logprobs - sampled).abs()[mask]
-                    stats |= {"gap": gap.sum(), "gap_max": gap.max() if len(gap) else 0.0}
+                    gap = select((logprobs - sampled).abs(), mask).double()
+                    stats |= {"gap": gap.sum(), "gap_max": gap.max()}
                 if "ref_logprobs" in micro:
-                    stats["kl"] = kl_estimate(old, column("ref_logprobs"), mask, algorithm.kl_estimator).sum()
-            return total, {k: float(v) for k, v in stats.items()}
+                    kl = kl_estimate(old, _values(micro, "ref_logprobs"), mask, algorithm.kl_estimator)
+                    stats["kl"] = kl.sum()
+            return total, stats
 
         return loss
 

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.preference import implicit_outcome, implicit_token_rewards
-from verl.algorithms.reduce import reduce_loss
+from verl.algorithms.reduce import reduce_loss, row_counts
 from verl.algorithms.value import value_loss
 from verl.batch import Batch, Ragged
 from verl.config.run import RunConfig
-from verl.engines.base import LossFn, TrainEngine
+from verl.engines.base import LossFn, Stats, TrainEngine
+from verl.models.packing import send
 from verl.models.value import HIDDEN
 from verl.seats import MiniBatch
 from verl.workers.lap import Lap
-from verl.workers.update import run_steps
+from verl.workers.update import mask_and_row, run_steps
 
 START = "process_reward_start"  # batch column: log-probabilities by the process reward model's frozen start
 
@@ -43,18 +44,12 @@ class CriticWorker:
         m["critic/clip_fraction"] = steps.mean("clipped", "tokens") or 0.0
 
     def _loss(self, mini: MiniBatch) -> LossFn:
-        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
-            values = outputs["values"]
-            device = values.device
-            mask = micro.ragged("response_mask").to(device)
-            old, returns = (micro.ragged(c).to(device).values for c in ("values", "returns"))
-            out = value_loss(values, old, returns, mask.values, self.cfg.algorithm.value_clip)
-            total = reduce_loss(out.losses, mask.values, mask.row_index, len(micro), "token-mean", mini.totals)
-            return total, {
-                "loss": total.item(),
-                "tokens": mask.values.sum().item(),
-                "clipped": out.clipped.item(),
-            }
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Stats]:
+            mask, row = mask_and_row(micro)
+            old, returns = (micro.ragged(name).values for name in ("values", "returns"))
+            out = value_loss(outputs["values"], old, returns, mask, self.cfg.algorithm.value_clip)
+            total = reduce_loss(out.losses, mask, row, len(micro), "token-mean", mini.totals)
+            return total, {"loss": total.detach(), "tokens": mask.sum(), "clipped": out.clipped}
 
         return loss
 
@@ -87,16 +82,15 @@ class ProcessRewardWorker:
         return out["logprobs"]
 
     def _loss(self, mini: MiniBatch) -> LossFn:
-        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, float]]:
-            logprobs = outputs["logprobs"]
-            column, device = micro.ragged("response_mask"), logprobs.device
-            mask, row = column.values.to(device), column.row_index.to(device)
-            labels = torch.nan_to_num(micro.tensor("scores").to(device)).clamp(0, 1)  # a row without a score is masked
-            start = micro.ragged(START).values.to(device)
-            out = implicit_outcome(logprobs, start, mask, row, len(micro), labels, self.beta)
+        def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, Stats]:
+            logprobs, start = outputs["logprobs"], micro.ragged(START).values
+            (mask, row), n = mask_and_row(micro), len(micro)
+            labels = torch.nan_to_num(micro.tensor("scores")).clamp(0, 1)  # a row without a score is masked
+            labels = send(labels, logprobs.device)
+            out = implicit_outcome(logprobs, start, mask, row, n, labels, self.beta)
             total = out.losses.sum() / max(mini.totals.rows, 1)
-            counted = torch.zeros(len(micro), dtype=torch.bool, device=device).index_fill(0, row[mask], True)
-            right = ((out.rewards > 0) == (labels > 0.5))[counted].sum()
-            return total, {"loss": total.item(), "right": float(right), "rows": float(counted.sum())}
+            counted = row_counts(mask, row, n) > 0
+            right = ((out.rewards > 0) == (labels > 0.5)) & counted
+            return total, {"loss": total.detach(), "right": right.sum(), "rows": counted.sum()}
 
         return loss

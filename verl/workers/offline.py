@@ -19,10 +19,11 @@ from verl.algorithms.preference import PairLoss, RowLoss
 from verl.algorithms.reduce import last_tokens, reduce_loss, row_counts, row_sums, select
 from verl.batch import Batch
 from verl.config.run import RunConfig
-from verl.engines.base import LossFn, TrainEngine
+from verl.engines.base import LossFn, Stats, TrainEngine, counted
+from verl.models.packing import send
 from verl.seats import MiniBatch, Totals
 from verl.workers.lap import Lap
-from verl.workers.update import run_steps
+from verl.workers.update import mask_and_row, run_steps
 
 # batch columns of KTO's rows that only serve the baseline, a prompt with another row's answer: the row whose prompt and
 # group it shares (-1 elsewhere), and which of the answer's tokens are trained in its own row
@@ -40,7 +41,7 @@ class OfflineWorker:
         self.temperature = cfg.rollout.temperature  # of the sampler in online DPO; 1 where nothing is sampled
         self.numbers = cfg.algorithm.model_dump()
 
-    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
         """``(this micro-batch's share of the loss, sums that add)`` of rows whose ``outputs`` are flat ``[R]``."""
         raise NotImplementedError
 
@@ -67,14 +68,15 @@ class OfflineWorker:
         rows, micro_batches = _only(batch, mini.ranks[0])
         out = self.engine.forward(rows, micro_batches, frozenset({self.want}), self.temperature)
         with torch.no_grad():
-            _, sums = self._counted({name: column.values for name, column in out.items()}, rows, mini.totals)
+            _, told = self._counted({name: column.values for name, column in out.items()}, rows, mini.totals)
+        sums = counted([told])
         adding = [name for name in sums if not name.endswith("_max")]  # those are the same on all ranks
         sums |= zip(adding, self.engine.total([sums[name] for name in adding]), strict=True)
         return {"loss": sums["loss"], **self.means(sums)}
 
-    def _counted(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+    def _counted(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
         loss, sums = self.terms(outputs, rows, totals)
-        return loss, {**sums, "loss": loss.item()}
+        return loss, {**sums, "loss": loss.detach()}
 
 
 class PairWorker(OfflineWorker):
@@ -95,20 +97,20 @@ class PairWorker(OfflineWorker):
         lap.trained = (preferred != 0).tolist()
         lap.metrics["preference/pairs"] = int((preferred > 0).sum())
 
-    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
         out = self._pairs(outputs["logprobs"], rows)
         return out.losses.sum() / max(totals.rows / 2, 1), preference.pair_statistics(out)
 
     def _pairs(self, logprobs: Tensor, rows: Batch) -> PairLoss:
-        mask, row, device = _mask(rows, logprobs)
-        chosen, rejected = (i.to(device) for i in preference.pair_index(rows.tensor("group"), rows.tensor("preferred")))
+        mask, row = mask_and_row(rows)
+        chosen, rejected = _sides(rows, logprobs.device)
         sums, lengths = row_sums(logprobs, mask, row, len(rows)), row_counts(mask, row, len(rows))
         facts = self.numbers | {
             "chosen": sums[chosen], "rejected": sums[rejected],
             "chosen_lengths": lengths[chosen], "rejected_lengths": lengths[rejected],
         }  # fmt: skip
         if "ref_logprobs" in rows:
-            ref = row_sums(rows.ragged("ref_logprobs").values.to(device), mask, row, len(rows))
+            ref = row_sums(rows.ragged("ref_logprobs").values, mask, row, len(rows))
             facts |= {"ref_chosen": ref[chosen], "ref_rejected": ref[rejected]}
         return call(self.loss, facts)
 
@@ -130,15 +132,14 @@ class LabelWorker(OfflineWorker):
         total, count = self.engine.total([gap.double().sum().item(), len(rows)])
         self.baseline = preference.kto_baseline(torch.tensor(total), int(count))
 
-    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
-        logprobs = outputs["logprobs"]
-        mask, row, device = _mask(rows, logprobs)
-        gap = logprobs - rows.ragged("ref_logprobs").values.to(device)
-        good = rows.tensor("label").to(device) > 0.5
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
+        logprobs, (mask, row) = outputs["logprobs"], mask_and_row(rows)
+        gap = logprobs - rows.ragged("ref_logprobs").values
+        good = send(rows.tensor("label") > 0.5, logprobs.device)
         facts = self.numbers | {"logratios": row_sums(gap, mask, row, len(rows)), "desirable": good}
-        out: RowLoss = call(preference.kto, facts | {"baseline": self.baseline.to(device)})
+        out: RowLoss = call(preference.kto, facts | {"baseline": self.baseline})
         sums = preference.kto_statistics(out, good)
-        return out.losses.sum() / max(totals.rows, 1), sums | {"baseline_max": self.baseline.item()}
+        return out.losses.sum() / max(totals.rows, 1), {**sums, "baseline_max": self.baseline.item()}
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         sides = preference.kto_means(sums)
@@ -151,15 +152,14 @@ class LabelWorker(OfflineWorker):
 class ChatWorker(OfflineWorker):
     """Supervised fine-tuning: likelihood of the assistant's tokens."""
 
-    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
-        logprobs = outputs["logprobs"]
-        mask, row, _ = _mask(rows, logprobs)
-        losses = preference.sft(logprobs, mask)
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
+        mask, row = mask_and_row(rows)
+        losses = preference.sft(outputs["logprobs"], mask)
         loss = reduce_loss(
             losses, mask, row, len(rows), self.cfg.algorithm.loss_reduction, totals,
             fixed_length=self.cfg.max_response_length,
         )  # fmt: skip
-        return loss, {"nll": losses.detach().sum().item(), "tokens": mask.sum().item()}
+        return loss, {"nll": losses.detach().sum(), "tokens": mask.sum()}
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"sft/nll": sums["nll"] / sums["tokens"]} if sums.get("tokens") else {}
@@ -170,19 +170,18 @@ class ScorerWorker(OfflineWorker):
 
     want = "scores"
 
-    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
-        scores = outputs["scores"]
-        mask, row, device = _mask(rows, scores)
-        scores = scores[last_tokens(mask, row, len(rows))]
+    def terms(self, outputs: Outputs, rows: Batch, totals: Totals) -> tuple[Tensor, Stats]:
+        mask, row = mask_and_row(rows)
+        scores = outputs["scores"][last_tokens(mask, row, len(rows))]
         if self.cfg.algorithm.recipe.loss == "outcome":
-            labels = rows.tensor("label").to(device)
+            labels = send(rows.tensor("label"), scores.device)
             out = preference.outcome(scores, labels)
-            right = ((out.rewards > 0) == (labels > 0.5)).sum().item()
+            right = ((out.rewards > 0) == (labels > 0.5)).sum()
             return out.losses.sum() / max(totals.rows, 1), {"right": right, "rows": len(rows)}
-        chosen, rejected = (i.to(device) for i in preference.pair_index(rows.tensor("group"), rows.tensor("preferred")))
+        chosen, rejected = _sides(rows, scores.device)
         margins = None
         if "margin" in rows:  # an unknown margin is none
-            margins = torch.nan_to_num(rows.tensor("margin").to(device)[chosen])
+            margins = torch.nan_to_num(send(rows.tensor("margin"), scores.device)[chosen])
         pairs = preference.pairwise(scores[chosen], scores[rejected], margins, self.cfg.algorithm.center_coef)
         return pairs.losses.sum() / max(totals.rows / 2, 1), preference.pair_statistics(pairs)
 
@@ -199,9 +198,10 @@ def _only(batch: Batch, micro_batches: list[list[int]]) -> tuple[Batch, list[lis
     return rows, [[next(number) for _ in micro] for micro in micro_batches]
 
 
-def _mask(rows: Batch, like: Tensor) -> tuple[Tensor, Tensor, torch.device]:
-    column = rows.ragged("response_mask")
-    return column.values.to(like.device), column.row_index.to(like.device), like.device
+def _sides(rows: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of the chosen and of the rejected rows, pair by pair, found on the host, where row columns are."""
+    chosen, rejected = preference.pair_index(rows.tensor("group"), rows.tensor("preferred"))
+    return send(chosen, device), send(rejected, device)
 
 
 def _pair_means(sums: Mapping[str, float]) -> dict[str, float]:

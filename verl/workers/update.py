@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from verl.batch import Batch
 from verl.engines.base import LossFn, TrainEngine, UpdateReport
+from verl.models.packing import send
 from verl.seats import MiniBatch
 
 
@@ -42,6 +46,14 @@ class Steps:
             "policy/empty_steps": self.empty,
             "policy/bad_steps": self.bad,
         }
+
+
+def mask_and_row(rows: Batch) -> tuple[Tensor, Tensor]:
+    """Of each response token, whether it is in the loss, and its row's number: both ``[R]`` where the mask lies, of
+    which nothing is asked."""
+    column = rows.ragged("response_mask")
+    row = torch.arange(len(rows)).repeat_interleave(column.lengths, output_size=len(column.values))
+    return column.values, send(row, column.values.device)
 
 
 def run_steps(

@@ -230,7 +230,7 @@ def test_dynamic_sampling_refills_flat_groups(make):
 
 
 def test_dynamic_sampling_stops_with_its_counts(make):
-    with pytest.raises(RunError, match=r"of 12 groups sampled, 12 got one reward .* 0 of 4 are there .*max_refills 2"):
+    with pytest.raises(RunError, match=r"of 12 groups sampled, 12 got one reward, .* 0 of 4 are there .*max_refills 2"):
         run(make("dapo", reward_fn=lambda response: 1.0, algorithm={"max_refills": 2}))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import f_bpe
 from verl.data.chat import render
-from verl.data.loader import PromptDataset
+from verl.data.loader import PromptDataset, open_example_set
 
 TURN = [8, 11, 3, 4, 12, 4, 11]  # u : x a newline a :
 
@@ -39,3 +39,15 @@ def test_a_plain_prompt_that_says_bos_itself_gets_no_second_one():
 def test_an_answer_begun_by_the_assistant_is_continued_without_a_new_header():
     turns = [{"role": "user", "content": "xa"}, {"role": "assistant", "content": "b"}]
     assert render(f_bpe(template="bos"), turns)[0] == "<bos>u:xa\na:b"
+
+
+@pytest.mark.parametrize("template", ["bos", None])
+@pytest.mark.parametrize("kind", ["pairs", "labelled", "chats"])
+def test_offline_rows_continue_it_as_rollouts_do(kind, template):
+    turns = [{"role": "user", "content": "xa"}, {"role": "assistant", "content": "b"}]
+    row = {"prompt": turns, "chosen": "c", "rejected": "x", "completion": "c", "label": 1}
+    tokenizer = f_bpe(template=template)
+    limits = {"max_prompt_length": 64, "max_response_length": 64}
+    example = open_example_set([row], tokenizer, kind, **limits)[0]
+    assert list(example.prompt_ids) == render(tokenizer, turns)[1] and example.completions[0].text.strip() == "c"
+    assert all(example.completions[0].mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.examples import Example
@@ -14,18 +14,30 @@ TEMPLATE = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# opens a turn with a mark that a finished turn doesn't have
+THINKING = TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+# ends a whole text, but no earlier turn, with the end-of-sequence token
+ENDING = TEMPLATE.replace(
+    "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ eos_token }}{% else %}"
+)
 USER, BOT = f"{START}user\n", f"{START}assistant\n"
 
 
-def chatml(template: str | None = TEMPLATE, eos: str = END, merges: tuple[tuple[str, str], ...] = ()):
-    """A token is a byte, or what ``merges`` make of two; ``eos`` ends a response."""
+def chatml(
+    template: str | None = TEMPLATE, eos: str = END, merges: tuple[tuple[str, str], ...] = (), swallow: bool = False
+):
+    """A token is a byte, or what ``merges`` make of two; ``eos`` ends a response.
+
+    ``swallow``: the special token ``END`` takes the white space after it, too.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*letters, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-    tokenizer.add_special_tokens({"additional_special_tokens": [START, END, EOT]})
+    end = AddedToken(END, special=True, normalized=False, rstrip=swallow)
+    tokenizer.add_special_tokens({"additional_special_tokens": [START, end, EOT]})
     tokenizer.chat_template = template
     return tokenizer
 

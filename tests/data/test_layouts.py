@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.chatml import BOT, END, EOT, START, chatml, shown, user
+from tests.data.chatml import BOT, END, EOT, START, THINKING, chatml, shown, user
 from verl.config.errors import DataError
-from verl.data.loader import open_example_set, open_prompts
+from verl.data.loader import open_example_set, open_examples, open_prompts
 
 LIMITS = {"max_prompt_length": 400, "max_response_length": 400}
 
@@ -316,3 +317,189 @@ def test_another_end_of_sequence_follows_the_last_turn():
     for row in ({"messages": CONVERSATION[1:5]}, {"prompt": CONVERSATION[1:4], "completion": [CONVERSATION[4]]}):
         (example,) = open_example_set([row], tokenizer, "chats", **LIMITS)
         assert shown(tokenizer, example)[1].endswith(f"[{'So.'}{END}{EOT}]")
+
+
+MORE, OK, HI = said("user", "And?"), said("assistant", "So."), said("system", "Be brief.")
+H = "\n\nHuman: Why?\n\nAssistant:"
+OPEN = said("assistant", "It is")
+BEGUN = (f"{ASKED}It is", f"[ so.{END}]", f"[ not.{END}]")
+TOLD = (f"{ASKED}So.{END}\n{user('And?')}{BOT}", *PAIR[1:])
+
+
+@pytest.mark.parametrize(
+    ("row", "right"),
+    [
+        # the assistant's open message goes on
+        ({"prompt": [Q, OPEN], "chosen": " so.", "rejected": " not."}, BEGUN),
+        ({"prompt": [Q, OPEN], "chosen": [said("assistant", " so.")], "rejected": [said("assistant", " not.")]}, BEGUN),
+        (
+            {
+                "prompt": [Q, OPEN],
+                "chosen": [said("assistant", " so."), MORE, OK],
+                "rejected": [said("assistant", "!")],
+            },
+            (BEGUN[0], f"[ so.{END}]\n{user('And?')}{BOT}[So.{END}]", f"[!{END}]"),
+        ),
+        ({"prompt": [Q, said("assistant", "")], "chosen": "Because.", "rejected": "No."}, PAIR),
+        # what the sides begin with goes on from the prompt, or repeats it or its end
+        ({"prompt": "Why?", "chosen": [OK, MORE, GOOD], "rejected": [OK, MORE, BAD]}, TOLD),
+        ({"prompt": "And?", "chosen": [Q, OK, MORE, GOOD], "rejected": [Q, OK, MORE, BAD]}, TOLD),
+        (
+            {
+                "prompt": f"{H} So.\n\nHuman: And?\n\nAssistant:",
+                "chosen": [Q, OK, MORE, GOOD],
+                "rejected": [Q, OK, MORE, BAD],
+            },
+            TOLD,
+        ),
+        ({"prompt": [HI, Q], "chosen": [Q, GOOD], "rejected": [Q, BAD]}, (SYSTEM + ASKED, *PAIR[1:])),
+        ({"prompt": "Why?", "chosen": [HI, Q, GOOD], "rejected": [HI, Q, BAD]}, (SYSTEM + ASKED, *PAIR[1:])),
+        ({"prompt": [Q], "chosen": [Q, GOOD], "rejected": [BAD]}, PAIR),
+        ({"prompt": f"<|user|>\nWhy?{END}\n<|assistant|>", "chosen": [Q, GOOD], "rejected": [Q, BAD]}, PAIR),
+        # whole dialogues in text
+        ({"prompt": H, "chosen": f"{H} Because.", "rejected": f"{H} No."}, PAIR),
+        ({"prompt": "Why?", "chosen": f"{H} Because.", "rejected": f"{H} No."}, PAIR),
+        (
+            {"chosen": f"{H} Because.\n\nHuman: And?\n\nAssistant: So.", "rejected": f"{H} No."},
+            (ASKED, f"[Because.{END}]\n{user('And?')}{BOT}[So.{END}]", PAIR[2]),
+        ),
+        (
+            {"prompt": "Hello", "chosen": "Hello!", "rejected": "Hello?"},
+            (user("Hello") + BOT, f"[Hello!{END}]", f"[Hello?{END}]"),
+        ),
+        # columns that belong to the prompt, and messages as JSON
+        (
+            {"system": "Be brief.", "question": "Why?", "chosen": "Because.", "rejected": "No."},
+            (SYSTEM + ASKED, *PAIR[1:]),
+        ),
+        ({"system": "Be brief.", "chosen": f"{H} Because.", "rejected": f"{H} No."}, (SYSTEM + ASKED, *PAIR[1:])),
+        ({"system": " ", "prompt": "Why?", "chosen": "Because.", "rejected": "No."}, PAIR),
+        ({"prompt": "Why?", "chosen": json.dumps([Q, GOOD]), "rejected": json.dumps([Q, BAD])}, PAIR),
+    ],
+)
+def test_where_the_prompt_ends(row, right):
+    tokenizer = chatml()
+    assert [shown(tokenizer, e) for e in open_example_set([row], tokenizer, "pairs", **LIMITS)] == [right]
+    labelled = open_example_set([row], tokenizer, "labelled", **LIMITS)
+    if len(row["chosen"]) > 1 or isinstance(row["chosen"], str):
+        assert [shown(tokenizer, e)[1] for e in labelled] == [*right[1:]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "right"),
+    [
+        ("labelled", {"prompt": [Q, OPEN], "completion": " so.", "label": True}, BEGUN[:2]),
+        ("chats", {"prompt": [Q, OPEN], "completion": [said("assistant", " so.")]}, BEGUN[:2]),
+        ("labelled", {"prompt": H, "completion": f"{H} Because.", "label": 1}, ONE),
+        ("chats", {"prompt": "Why?", "completion": f"{H} Because."}, ONE),
+        ("chats", {"prompt": H, "completion": " Because.\n\nHuman: Bye."}, ONE),
+        ("chats", {"prompt": [HI, Q], "completion": [Q, GOOD]}, (SYSTEM + ASKED, ONE[1])),
+        ("labelled", {"messages": [Q, GOOD], "response": "42", "answer": "42", "label": True}, ONE),
+        (
+            "chats",
+            {"instruction": "Why?", "output": "Because.", "system_prompt": "Be brief."},
+            (SYSTEM + ASKED, ONE[1]),
+        ),
+        ("chats", {"conversations": [Q, GOOD], "system": "Be brief."}, (SYSTEM + ASKED, ONE[1])),
+        ("chats", {"messages": [HI, Q, GOOD], "system": "Be brief."}, (SYSTEM + ASKED, ONE[1])),
+        ("chats", {"messages": json.dumps([Q, GOOD])}, ONE),
+        ("chats", {"prompt": "Why?", "completion": '[{"role": "cook"}]'}, (ASKED, f'[[{{"role": "cook"}}]{END}]')),
+    ],
+)
+def test_where_the_answer_begins(kind, row, right):
+    tokenizer = chatml()
+    assert [shown(tokenizer, e) for e in open_example_set([row], tokenizer, kind, **LIMITS)] == [right]
+
+
+def test_prompts_begin_with_the_system_column():
+    row = {"question": "Why?", "system": "Be brief."}
+    assert open_prompts([row], chatml(), max_prompt_length=400)[0].text == SYSTEM + ASKED
+    named = open_prompts([row | {"rule": "No."}], chatml(), max_prompt_length=400, columns={"system": "rule"})
+    assert named[0].text == f"{START}system\nNo.{END}\n{ASKED}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "said"),
+    [
+        (
+            "pairs",
+            {"prompt": "Other", "chosen": [Q, GOOD], "rejected": [Q, BAD]},
+            "in chosen and rejected are others than the prompt",
+        ),
+        (
+            "pairs",
+            {"prompt": "Be brief. Why?", "chosen": [Q, GOOD], "rejected": [Q, BAD]},
+            "are others than the prompt",
+        ),
+        ("pairs", {"prompt": f"{H} So,", "chosen": f" a{H} b", "rejected": " c"}, "doesn't end with 'Assistant:'"),
+        ("pairs", {"prompt": "Why?", "chosen": [MORE], "rejected": [MORE]}, "chosen has no words of the assistant"),
+        (
+            "pairs",
+            {"prompt": "Q: hi\nA:", "chosen": "Q: hi\nA: a", "rejected": "Q: hi\nA: b"},
+            "begin with the text of",
+        ),
+        ("pairs", {"prompt": "Why?", "chosen": f"{H} Because.", "rejected": "No."}, "is a whole dialogue"),
+        ("pairs", {"chosen": [Q, OK, GOOD], "rejected": [Q, OK, BAD]}, "two turns of the assistant in a row"),
+        ("pairs", {"prompt": [Q], "chosen": [HI, MORE, GOOD], "rejected": [HI, MORE, BAD]}, "another system message"),
+        ("pairs", {"prompt": [HI, Q], "system": "No.", "chosen": "a", "rejected": "b"}, "another system message"),
+        ("pairs", {"prompt": "q", "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, "no turn of the assistant to"),
+        ("labelled", {"prompt": "q", "completion": [Q], "label": 1}, "completion has no words of the assistant"),
+        ("labelled", {"messages": [Q, OK, GOOD], "label": 1}, "messages ends with two turns of the assistant"),
+        ("chats", {"prompt": "q", "completion": [GOOD | {"weight": 0}]}, "no turn of the assistant to train on"),
+        ("chats", {"messages": [Q, OK, MORE], "completion": "c"}, "messages doesn't end .* and there is completion"),
+        ("chats", {"messages": [Q], "response": "c"}, "messages doesn't end .* and there is response"),
+        ("chats", {"messages": str([Q, GOOD])}, "as Python prints them .*: write them as JSON"),
+        (
+            "chats",
+            {"messages": [Q, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "calls a tool and says",
+        ),
+        ("chats", {"prompt": "q", "system": ["a"], "completion": "c"}, "system is list"),
+        (
+            "chats",
+            {"prompt": "q", "system": "a", "system_prompt": "b", "completion": "c"},
+            "system and system_prompt are",
+        ),
+    ],
+)
+def test_rows_that_could_mean_two_things_are_refused(tmp_path, kind, row, said):
+    path = write(tmp_path, "jsonl", [row])
+    with pytest.raises(DataError, match=f"{path}: row 0: .*{said}"):
+        open_example_set(path, chatml(), kind, **LIMITS)
+
+
+def test_columns_say_what_a_chat_with_a_completion_means():
+    row, tokenizer = {"messages": [Q, OK, MORE], "completion": "Because."}, chatml()
+    for ours, right in (("prompt", TOLD[:2]), ("messages", (ASKED, f"[So.{END}]"))):
+        (example,) = open_example_set([row], tokenizer, "chats", columns={ours: "messages"}, **LIMITS)
+        assert shown(tokenizer, example) == right
+
+
+def test_columns_beside_the_prompt_that_are_not_read_are_told_once(caplog):
+    rows = [{"instruction": "Why?", "input": "", "context": "c", "tools": [], "output": "So."}] * 2
+    with caplog.at_level(logging.WARNING, "verl"):
+        for streaming in (False, True):
+            open_examples(rows, chatml(), "chats", streaming=streaming, **LIMITS).take(5)
+        open_example_set(rows, chatml(), "chats", columns={"input": "context", "calls": "tools"}, **LIMITS)
+    assert [r.getMessage() for r in caplog.records] == [
+        "the data list: columns that don't go into the prompt: context, tools"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        ("<think>\nhm\n</think>\n\nSo.", "hm\n</think>\n\nSo."),
+        ("\n<think>hm</think>So.", "hm</think>So."),
+        ("So.", "So."),
+    ],
+)
+@pytest.mark.parametrize("kept", ["", ".split('</think>')[-1]"])
+def test_a_thinking_mark_that_opens_the_turn_comes_once(said, right, kept):
+    tokenizer = chatml(
+        THINKING.replace("m['content'] + '<|im_end|>' }}{% endg", f"m['content']{kept} + '<|im_end|>' }}}}{{% endg")
+    )
+    rows = [{"prompt": "Why?", "chosen": said, "rejected": "No.", "completion": said}]
+    for kind in ("pairs", "chats"):
+        (example,) = open_example_set(rows, tokenizer, kind, **LIMITS)
+        assert shown(tokenizer, example)[:2] == (f"{ASKED}<think>\n", f"[{right}{END}]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data.chatml import BOT, END, EOT, TEMPLATE, USER, chatml, user
+from tests.data.chatml import BOT, END, ENDING, EOT, TEMPLATE, THINKING, USER, chatml, user
 from tests.tiny import EOS, f_bpe
 from verl.config.errors import DataError
 from verl.data.chat import HUMAN
@@ -139,3 +139,46 @@ def test_templates_of_other_families(template, eos, trained):
     assert tokenizer.decode(ids).replace(EOT, "") in tokenizer.apply_chat_template(
         talk("Why?", " So.", "And?", "Yes. "), tokenize=False
     )
+
+
+def trained(tokenizer, messages, *before):
+    """The prompt, and what is trained, as text."""
+    ids, mask, prompt = encode_chat(tokenizer, messages, *before)
+    return prompt, tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+@pytest.mark.parametrize("answer", ["a", "s", "assistant", "st", "<", "<b>", ">", "So.", ""])
+def test_words_that_the_header_has_too(answer):
+    tokenizer = chatml(THINKING)
+    assert trained(tokenizer, talk("Why?", answer, "And?", "Yes.")) == (user("Why?") + BOT, f"{answer}{END}Yes.{END}")
+
+
+def test_words_that_the_template_writes_only_in_part_are_refused():
+    tokenizer = chatml(
+        THINKING.replace("m['content'] + '<|im_end|>' }}{% endg", "m['content'][1:] + '<|im_end|>' }}{% endg")
+    )
+    for said in ("So.", "SSo.", "oo"):
+        with pytest.raises(DataError, match="doesn't write the words of turn 2"):
+            encode_chat(tokenizer, talk("Why?", said))
+
+
+def test_the_end_of_a_turn_that_swallows_white_space_is_trained():
+    tokenizer = chatml(swallow=True, eos=EOT)
+    ids, mask, _ = encode_chat(tokenizer, talk("Why?", "So.", "And?", "Yes."))
+    end = tokenizer.convert_tokens_to_ids(END)
+    assert ids.count(end) == 4 and [m for i, m in zip(ids, mask, strict=True) if i == end] == [False, True] * 2
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == f"So.{END}Yes.{END}{EOT}"
+
+
+def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence():
+    tokenizer = chatml(ENDING, eos=EOT)
+    assert trained(tokenizer, talk("Why?", "So.")) == (user("Why?") + BOT, f"So.{END}\n{EOT}")
+    assert trained(tokenizer, talk("Why?", "So.", "And?", "Yes."))[1] == f"So.{END}Yes.{END}\n{EOT}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING, ENDING, None])
+def test_what_the_prompt_begins_is_not_trained(template):
+    tokenizer = chatml(template)
+    before, more = talk("Why?", "The "), [*talk("", "sky.", "And?", "Yes.")[1:]]
+    prompt, said = trained(tokenizer, more, before)
+    assert prompt.endswith("The ") and said.replace(END, "").strip() == ("sky.Yes." if template else "sky. Yes.")

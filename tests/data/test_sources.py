@@ -60,6 +60,20 @@ def test_a_folder_of_files_uses_the_wanted_split(tmp_path):
         open_source({"name": str(tmp_path), "split": "dev"})
 
 
+def test_files_that_are_held_out_are_not_trained_on(tmp_path):
+    def rows(folder, *names):
+        for i, name in enumerate(names):
+            write(tmp_path / folder / name, [{"prompt": name}] * (i + 1))
+        return {row["prompt"] for row in open_source(tmp_path / folder).load()}
+
+    assert rows("a", "pairs.jsonl", "pairs_test.jsonl", "held-out.jsonl", "sub/eval/0.jsonl") == {"pairs.jsonl"}
+    assert len(open_source({"name": str(tmp_path / "a"), "split": "test"}).load()) == 2
+    assert rows("b", "train.jsonl", "more.jsonl", "dev.jsonl") == {"train.jsonl"}
+    assert rows("c", "test-0.jsonl", "test-1.jsonl") == {"test-0.jsonl", "test-1.jsonl"}
+    with pytest.raises(DataError, match="has the splits test, valid; choose one"):
+        rows("d", "test.jsonl", "valid.jsonl")
+
+
 def test_saved_and_loaded_datasets(tmp_path):
     loaded = datasets.Dataset.from_list(ROWS)
     loaded.save_to_disk(tmp_path / "one")

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.rewards.rows import make_rows
 from verl.config.errors import RequestError, RewardError
 from verl.config.model import RewardModelConfig
+from verl.models.scorer import ROWS
 from verl.rewards.base import RewardRow, Rewards
 from verl.rewards.model import RewardModelScorer
 
@@ -148,6 +149,15 @@ def test_a_chat_template_gets_messages_and_bos_once() -> None:
     ours = scorer(llama(), tiny.f_bpe(template="bos", bos_post=True))
     row = make_rows(["b"], prompt="xa")[0]
     assert ours._input(row).ids == [1, 8, 11, 3, 4, 12, 4, 11, 5, 12]  # <bos> u:xa newline a:b newline
+
+
+def test_an_answer_goes_on_from_the_prompt_s_open_message() -> None:
+    row = make_rows(["b"])[0]
+    row.fields["prompt"] = [{"role": "user", "content": "xa"}, {"role": "assistant", "content": "c"}]
+    ours = scorer(llama(), tiny.f_bpe(template="bos", bos_post=True))
+    assert ours._input(row).ids == [1, 8, 11, 3, 4, 12, 4, 11, 6, 5, 12]  # <bos> u:xa newline a:cb newline
+    ours.model.config.reward_rows = ROWS
+    assert ours._input(row).ids == [1, 8, 11, 3, 4, 12, 4, 11, 6, 5, 12, 2]
 
 
 def test_an_encoder_with_shifted_positions_reaches_its_limit() -> None:

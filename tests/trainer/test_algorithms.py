@@ -376,6 +376,22 @@ def test_kto_never_matches_a_row_with_its_own_prompt(make, tmp_path):
         run(make("kto", dataset=str(file), eval={"dataset": None}))
 
 
+def test_a_kto_lap_of_one_prompt_has_no_baseline_and_goes_on(make, tmp_path):
+    file, one = tmp_path / "some.jsonl", tmp_path / "one.jsonl"
+    rows = [{"prompt": p, "completion": c, "label": x} for p, c, x in [("xa", "b", 1), ("xa", "c", 0), ("b", "a", 1)]]
+    rows.append(rows[0] | {"prompt": "s"})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    keys = {"dataset": str(file), "train_batch_size": 2, "micro_batch_size": 2, "shuffle": False}
+    lines = run(make("kto", eval={"dataset": None}, total_steps=4, checkpoint={"every_steps": 2}, **keys))[2]
+    assert [line["preference/one_prompt"] for line in lines] == [1, 0, 1, 0]
+    assert [line["preference/kl_baseline"] == 0 for line in lines[::2]] == [True, True]
+    resumed = run(make("kto", eval={"dataset": None}, total_steps=5, **keys), resume=True)[2]
+    assert len(resumed) == 5 and resumed[4]["preference/one_prompt"] == 1
+    with pytest.raises(Exception, match=r"eval\.dataset: .* rows of at least two prompts"):
+        run(make("kto", "judged", eval={"dataset": str(one)}, **keys))
+
+
 def test_kto_s_mismatched_rows_keep_the_length_limit(make, tmp_path):
     file = tmp_path / "long.jsonl"
     rows = [("x" * 18, "b", True), ("c", "a" * 18, False)]

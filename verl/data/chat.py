@@ -58,7 +58,7 @@ def render_text(tokenizer: PreTrainedTokenizerBase, prompt: Turns) -> str:
     """
     if not has_template(tokenizer):
         return prompt if isinstance(prompt, str) else render_plain(prompt)
-    messages = as_messages(prompt)
+    messages = _asked(prompt)
     if messages[-1]["role"] == "assistant":
         return apply_template(tokenizer, messages, continue_final_message=True)
     return apply_template(tokenizer, messages, add_generation_prompt=True)
@@ -67,7 +67,8 @@ def render_text(tokenizer: PreTrainedTokenizerBase, prompt: Turns) -> str:
 def render_completion(tokenizer: PreTrainedTokenizerBase, prompt: Turns, completion: Turns) -> str:
     """The text that follows ``render_text(prompt)`` when the assistant says ``completion``.
 
-    Text that a template writes after the end-of-sequence token is left off: the policy never generates it.
+    A final assistant message of the prompt goes on in it, see ``join``. Text that a template writes after the
+    end-of-sequence token is left off: the policy never generates it.
     """
     if not has_template(tokenizer):
         if isinstance(completion, str):
@@ -75,12 +76,26 @@ def render_completion(tokenizer: PreTrainedTokenizerBase, prompt: Turns, complet
         return completion[0]["content"] if len(completion) == 1 else render_plain(completion)
     if isinstance(completion, str):
         # The plain form of a dialogue has a space after the mark; a template brings its own spacing.
-        completion = [{"role": "assistant", "content": completion.lstrip() if _is_dialogue(prompt) else completion}]
+        completion = [{"role": "assistant", "content": completion.lstrip() if is_dialogue(prompt) else completion}]
     start = render_text(tokenizer, prompt)
-    whole = apply_template(tokenizer, as_messages(prompt) + completion)
+    whole = apply_template(tokenizer, join(prompt, completion))
     # Some templates write a finished turn otherwise than an open one (a thinking header): then the words decide.
-    text = whole[len(start) :] if whole.startswith(start) else completion[-1]["content"]
+    if whole.startswith(start):
+        text = whole[len(start) :]
+    else:
+        text = _after_mark(tokenizer, prompt, start, completion[-1]["content"])
     return text[: turn_end(tokenizer, text)]
+
+
+def _after_mark(tokenizer: PreTrainedTokenizerBase, prompt: Turns, start: str, words: str) -> str:
+    """The words without the mark with which the template opens a turn, a thinking mark, say: ``start`` has it."""
+    finished = apply_template(tokenizer, join(prompt, [{"role": "assistant", "content": STAND_IN}]))
+    header, found, _ = finished.rpartition(STAND_IN)
+    opened = start[len(header) :] if found and start.startswith(header) else ""
+    mark, space = opened.strip(), opened[len(opened.rstrip()) :]
+    if not mark or not words.lstrip().startswith(mark):
+        return words
+    return words.lstrip().removeprefix(mark).removeprefix(space)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, said: str) -> int:
@@ -171,18 +186,37 @@ def as_messages(prompt: Turns) -> list[Message]:
     """Messages of a prompt; a text is one user turn, or the turns it holds in the plain form of a dialogue."""
     if not isinstance(prompt, str):
         return prompt
-    return _dialogue(prompt) if _is_dialogue(prompt) else [{"role": "user", "content": prompt}]
+    return dialogue(prompt)[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
 
 
-def _is_dialogue(prompt: Turns) -> bool:
+def join(prompt: Turns, said: Sequence[Message]) -> list[Message]:
+    """The prompt's messages and those that follow; a last one of the assistant's goes on in the first of these."""
+    before = _asked(prompt)
+    if not said or not before or {before[-1]["role"], said[0]["role"]} != {"assistant"}:
+        return [*before, *said]
+    kept = {key: value for key, value in before[-1].items() if key != "weight"}
+    return [*before[:-1], kept | said[0] | {"content": before[-1]["content"] + said[0]["content"]}, *said[1:]]
+
+
+def _asked(prompt: Turns) -> list[Message]:
+    """The prompt's messages; an empty last one of the assistant's only says that its turn begins."""
+    messages = as_messages(prompt)
+    empty = len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1]["content"].strip()
+    return messages[:-1] if empty else messages
+
+
+def is_dialogue(prompt: Turns) -> bool:
+    """Whether it is a text in the plain form that leaves the assistant's turn open."""
     return isinstance(prompt, str) and prompt.startswith(HUMAN) and prompt.rstrip().endswith(ASSISTANT.strip())
 
 
-def _dialogue(text: str) -> list[Message]:
-    pieces = _TURN.split(text)[1:-2]  # before the first mark is nothing, after the last one comes the response
+def dialogue(text: str) -> list[Message]:
+    """The turns that a text holds in the plain form; what it says before them is a system message."""
+    lead, *pieces = _TURN.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(pieces[::2], pieces[1::2], strict=True)
-    return [{"role": roles[mark], "content": said.strip()} for mark, said in turns]
+    said = [{"role": roles[mark], "content": words.strip()} for mark, words in turns]
+    return [{"role": "system", "content": lead.strip()}, *said] if lead.strip() else said
 
 
 def render_plain(messages: Sequence[Message]) -> str:

@@ -123,16 +123,18 @@ class ExampleEncoder:
         if self.kind == "chats" and "completion" not in row:
             return self._turns({"completion": row["messages"]})
         names = SIDES if self.kind == "pairs" else ("completion",)
-        if any(isinstance(row[name], list) and len(row[name]) > 1 for name in names):  # others speak in between
-            before = [message | {"weight": 0} for message in chat.as_messages(row["prompt"])]
-            return self._turns({name: [*before, *chat.as_messages(row[name])] for name in names})
+        said = [row[name] for name in names]
+        if any(isinstance(turns, list) and (len(turns) > 1 or turns[0].get("weight") == 0) for turns in said):
+            return self._turns({name: chat.as_messages(row[name]) for name in names}, chat.as_messages(row["prompt"]))
         text = chat.render_text(self.tokenizer, row["prompt"])
-        prompt, *said = encode_completions(self.tokenizer, row["prompt"], [row[name] for name in names])
-        return text, prompt, {name: (ids, [True] * len(ids)) for name, ids in zip(names, said, strict=True)}
+        prompt, *sides = encode_completions(self.tokenizer, row["prompt"], said)
+        return text, prompt, {name: (ids, [True] * len(ids)) for name, ids in zip(names, sides, strict=True)}
 
-    def _turns(self, chats: Mapping[str, list[chat.Message]]) -> tuple[str, list[int], dict[str, Side]]:
+    def _turns(
+        self, chats: Mapping[str, list[chat.Message]], before: Sequence[chat.Message] = ()
+    ) -> tuple[str, list[int], dict[str, Side]]:
         """Conversations that begin alike: the prompt ends before the first token that one of them trains."""
-        encoded = {name: encode_chat(self.tokenizer, messages) for name, messages in chats.items()}
+        encoded = {name: encode_chat(self.tokenizer, messages, before) for name, messages in chats.items()}
         first = min(mask.index(True) for _, mask, _ in encoded.values())
         if len(chats) > 1:
             first = min(first, chat.shared_start(*(ids for ids, _, _ in encoded.values())))

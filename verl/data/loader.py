@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,6 +32,8 @@ from verl.data.sources import Broken, Row, Source, open_source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 __all__ = [
     "TOY_PROMPTS",
     "ChatDataset",
@@ -50,7 +53,7 @@ __all__ = [
     "open_prompts",
 ]
 
-TOKENISING = 3  # raise it when the same row and tokenizer give other ids or facts, so that caches are made anew
+TOKENISING = 4  # raise it when the same row and tokenizer give other ids or facts, so that caches are made anew
 
 
 class PromptDataset(Sequence[dict[str, Any]]):
@@ -74,6 +77,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     ) -> None:
         self.source, self.columns, self.cache_dir = source, dict(columns or {}), cache_dir
         self.bad_rows: BadRowPolicy = bad_rows
+        self._noted = False
 
     @classmethod
     def of(
@@ -129,7 +133,11 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return self._layout_of(present)
 
     def _layout_of(self, present: set[str]) -> Layout:
-        return Layout(present, self.columns, self.name, self.kind)
+        layout = Layout(present, self.columns, self.name, self.kind)
+        if layout.unread and not self._noted:
+            log.warning("%s: columns that don't go into the prompt: %s", self.name, ", ".join(layout.unread))
+            self._noted = True
+        return layout
 
     @property
     def field_names(self) -> set[str]:

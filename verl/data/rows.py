@@ -3,7 +3,8 @@
 Recognised as they are: ``prompt`` or another usual name as text or as messages; ``messages`` whose last assistant
 turn is the answer; verl's ``prompt`` with ``reward_model.ground_truth``; Alpaca's ``instruction`` with ``input``;
 ``chosen``/``rejected`` beside a prompt (TRL, UltraFeedback) or as whole dialogues (hh-rlhf); a completion beside a
-prompt, with a label or without. Others by ``columns``.
+prompt, with a label or without. A text column ``system`` or ``system_prompt`` is the first message. Others by
+``columns``. What could be meant in two ways is refused.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from verl.config.errors import DataError
-from verl.data.chat import ASSISTANT, HUMAN, Message, Turns, as_messages, shared_start
+from verl.data.chat import ASSISTANT, HUMAN, Message, Turns, as_messages, dialogue, is_dialogue, shared_start
 from verl.data.policies import Numbered
+from verl.data.turns import BadRow, alike, check_said, merged, overlap, parsed, says_something, turns_of
 
 Kind = Literal["prompts", "pairs", "labelled", "chats"]
 CHATS = ("messages", "conversations", "conversation")  # hold the answer too, as the last assistant turn
 PROMPTS = ("prompt", *CHATS, "question", "problem", "instruction", "query", "input")
 COMPLETIONS = ("completion", "response", "output", "answer")
 LABELS = ("label", "desirable", "thumbs_up", "thumbs-up", "liked", "upvoted", "is_correct", "correct")
-SHAREGPT = {"human": "user", "gpt": "assistant"}
+SYSTEM = ("system", "system_prompt")
+# further columns that belong to a prompt where a data set has them, and that no prompt is made of here
+BESIDE = ("context", "documents", "functions", "history", "image", "images", "input", "instruction", "passage", "tools")
 SIDES = ("chosen", "rejected")
 TRUE, FALSE = ("true", "1", "+1", "1.0"), ("false", "0", "-1", "0.0", "-1.0")
 
@@ -67,6 +71,14 @@ class Layout:
                 f"a chat data set needs messages (or conversations), or a completion beside the prompt (or "
                 f"{', '.join(COMPLETIONS[1:])}), or chosen and rejected; {there}; name them with `columns`"
             )
+        read = {self.prompt_column, *(theirs.split(".")[0] for theirs in self.columns.values())}
+        named = ("system",) if "system" in self.columns else SYSTEM
+        self.system_columns = [name for name in named if name in self._names and name not in read]
+        if self.prompt_column == "instruction":
+            read.add("input")
+        elif self.prompt_column in CHATS:
+            read |= {"instruction", "input"}
+        self.unread = sorted({name for name in BESIDE if name in present} - read)
         needed = {"prompts": False, "pairs": True, "labelled": not (answered and self.label_column)}
         self.whole_chats = kind == "chats" and self.prompt_column in CHATS
         self.sides = self.prompt_column is None or needed.get(kind, not answered)
@@ -86,16 +98,24 @@ class Layout:
             fields = dict(row)
             for ours, theirs in self.columns.items():
                 fields[ours] = _pick(row, theirs)
+            system, said = self._system(fields), None
             if self.whole_chats:
-                _read_chat(fields, str(self.prompt_column))
+                self._read_chat(fields, system)
             elif self.prompt_column is not None:
-                fields["prompt"] = self._prompt(fields)
+                fields["prompt"], said = self._prompt(fields)
+                if said is not None:
+                    fields.setdefault("response", said["content"])
             if self.sides:
                 _read_pair(fields)
-                if self.kind == "chats":
-                    fields["completion"] = fields["chosen"]
             elif self.kind in ("labelled", "chats") and not self.whole_chats:
-                fields["completion"] = self._completion(fields)
+                self._read_completion(fields, said)
+            if system is not None and not self.whole_chats:
+                answers = SIDES if self.sides else () if self.kind == "prompts" else ("completion",)
+                if is_dialogue(fields["prompt"]):  # no longer one text, so what follows it isn't either
+                    fields |= {n: dialogue(ASSISTANT + fields[n]) for n in answers if isinstance(fields[n], str)}
+                fields["prompt"] = _after(system, as_messages(fields["prompt"]))
+            if self.sides and self.kind == "chats":
+                fields["completion"] = fields["chosen"]
             if self.kind == "labelled" and not self.sides:
                 fields["label"] = _label(fields.get(str(self.label_column)), str(self.label_column))
             truth = fields.get("reward_model")
@@ -103,7 +123,7 @@ class Layout:
                 fields.setdefault("ground_truth", truth["ground_truth"])
                 fields.setdefault("answer", truth["ground_truth"])
             return fields
-        except _Bad as problem:
+        except BadRow as problem:
             raise DataError(f"{self.where}, row {number}: {problem}") from None
 
     def parts(self, number: int, fields: dict[str, Any]) -> list[Numbered]:
@@ -112,43 +132,85 @@ class Layout:
             return [(str(number), fields)]
         return [(f"{number}/{side}", side_of(fields, side)) for side in SIDES]
 
-    def _prompt(self, fields: dict[str, Any]) -> Turns:
+    def _system(self, fields: Mapping[str, Any]) -> Message | None:
+        said: dict[str, str] = {}
+        for name in self.system_columns:
+            value = fields.get(name)
+            if not isinstance(value, str | bool | int | float | None):
+                raise BadRow(f"{name} is {type(value).__name__} ({value!r:.40}), not text")
+            if isinstance(value, str) and value.strip():
+                said.setdefault(value, name)
+        if len(said) > 1:
+            raise BadRow(f"{' and '.join(said.values())} are two texts; name one with `columns: {{system: ...}}`")
+        return next(({"role": "system", "content": text} for text in said), None)
+
+    def _prompt(self, fields: dict[str, Any]) -> tuple[Turns, Message | None]:
+        """The prompt, and the answer where the assistant's last turn in the same column gives it."""
         name = self.prompt_column
         assert name is not None
-        prompt = _turns(fields.get(name), name)
+        prompt, said = turns_of(fields.get(name), name), None
         if name in CHATS and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            fields.setdefault("response", prompt[-1]["content"])
-            prompt = prompt[:-1]
+            *prompt, said = prompt
             if not prompt:
-                raise _Bad(f"{name} has no turn before the assistant's")
+                raise BadRow(f"{name} has no turn before the assistant's")
+            if self.kind == "labelled" and not self.sides and prompt[-1]["role"] == "assistant":
+                raise BadRow(f"{name} ends with two turns of the assistant; join them into one")
         extra = fields.get("input")
         if name == "instruction" and isinstance(prompt, str) and isinstance(extra, str) and extra.strip():
             prompt = f"{prompt}\n\n{extra}"
-        return prompt
+        return prompt, said
 
-    def _completion(self, fields: dict[str, Any]) -> Turns:
-        """What the assistant said, without the prompt's turns where the column repeats them."""
-        last_turn = self.prompt_column in CHATS and fields.get("response") is not None
-        name = "response" if last_turn else self.completion_column
-        if name is None:
-            raise _Bad(f"{self.prompt_column} doesn't end with a turn of the assistant")
-        completion, prompt = _turns(fields.get(name), name), as_messages(fields["prompt"])
-        if isinstance(completion, list) and completion[: len(prompt)] == prompt:
-            completion = completion[len(prompt) :]
-        if not completion:
-            raise _Bad(f"{name} has no turn after the prompt")
-        if isinstance(completion, list) and not any(m["content"].strip() for m in completion):
-            raise _Bad(f"{name} is empty")
-        return completion
+    def _read_chat(self, fields: dict[str, Any], system: Message | None) -> None:
+        """``messages`` in which the assistant speaks, but not first; ``prompt`` is what comes before its last turn."""
+        name = str(self.prompt_column)
+        messages = as_messages(turns_of(fields.get(name), name))
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answer = self.completion_column
+        open_end = messages[-1]["role"] != "assistant" and not set(CHATS) & set(self.columns)
+        if open_end and answer is not None and fields.get(answer):
+            raise BadRow(
+                f"{name} doesn't end with a turn of the assistant, and there is {answer}: say by "
+                f"`columns: {{prompt: {name}}}` that it is trained, or by `columns: {{messages: {name}}}` that it isn't"
+            )
+        if not spoken:
+            raise BadRow(f"{name} has no turn of the assistant")
+        if spoken[0] == 0:
+            raise BadRow(f"{name} has no turn before the assistant's")
+        if not says_something(messages):
+            raise BadRow(f"{name} has no words of the assistant")
+        messages, told = _after(system, messages), len(messages)
+        fields["messages"] = messages
+        fields.pop("completion", None)  # the conversation is what is trained
+        fields.setdefault("prompt", messages[: len(messages) - told + spoken[-1]])
+
+    def _read_completion(self, fields: dict[str, Any], said: Message | None) -> None:
+        """``completion`` without the prompt's turns where the column repeats them; they may tell more than ``prompt``.
+
+        ``said``: the last turn of the conversation that the prompt begins.
+        """
+        prompt = fields["prompt"]
+        if said is not None and "completion" not in self.columns:
+            name, completion = str(self.prompt_column), turns_of([said], str(self.prompt_column))
+        elif self.completion_column is None:
+            raise BadRow(f"{self.prompt_column} doesn't end with a turn of the assistant")
+        else:
+            name = self.completion_column
+            prompt, (completion,) = parsed(prompt, {name: turns_of(fields.get(name), name)})
+        if isinstance(completion, list):
+            before = as_messages(prompt)
+            if alike(completion[: len(before)], before):
+                completion = completion[len(before) :]
+                if not completion:
+                    raise BadRow(f"{name} has no turn after the prompt")
+            lead = next((i for i, message in enumerate(completion) if message["role"] == "assistant"), 0)
+            prompt, completion = merged(prompt, completion[:lead], name), completion[lead:]
+        check_said(name, completion)
+        fields.update(prompt=prompt, completion=completion)
 
 
 def side_of(fields: Mapping[str, Any], side: str) -> dict[str, Any]:
     """One side of a pair as a labelled row: chosen is desirable, rejected is not."""
     return {**fields, "completion": fields[side], "label": side == SIDES[0]}
-
-
-class _Bad(Exception):
-    """What is wrong with a row; its number is added where it is known."""
 
 
 def _pick(row: Mapping[str, Any], path: str) -> Any:
@@ -164,79 +226,46 @@ def _label(value: Any, name: str) -> bool:
     said = str(value).strip().lower()
     if said in TRUE or said in FALSE:
         return said in TRUE
-    raise _Bad(f"{name} is {value!r:.40}, not true or false, 1 or 0, +1 or -1")
+    raise BadRow(f"{name} is {value!r:.40}, not true or false, 1 or 0, +1 or -1")
 
 
-def _read_chat(fields: dict[str, Any], name: str) -> None:
-    """``messages`` in which the assistant speaks, but not first; ``prompt`` is what comes before its last turn."""
-    messages = as_messages(_turns(fields.get(name), name))
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not spoken:
-        raise _Bad(f"{name} has no turn of the assistant")
-    if spoken[0] == 0:
-        raise _Bad(f"{name} has no turn before the assistant's")
-    if not any(messages[i]["content"].strip() for i in spoken):
-        raise _Bad(f"{name} has no words of the assistant")
-    fields["messages"] = messages
-    fields.pop("completion", None)  # the conversation is what is trained
-    fields.setdefault("prompt", messages[: spoken[-1]])
-
-
-def _turns(value: Any, name: str) -> Turns:
-    """A text that is not blank, or messages with role and content."""
-    if value is None:
-        raise _Bad(f"{name} is missing")
-    if isinstance(value, str):
-        if not value.strip():
-            raise _Bad(f"{name} is empty")
-        return value
-    if not isinstance(value, list | tuple):
-        raise _Bad(f"{name} is {type(value).__name__} ({value!r:.40}), not text or a list of messages")
-    if not value:
-        raise _Bad(f"{name} is empty")
-    return [_message(m, name) for m in value]
-
-
-def _message(raw: Any, name: str) -> Message:
-    if not isinstance(raw, Mapping):
-        raise _Bad(f"{name} holds {type(raw).__name__} ({raw!r:.40}), not messages with role and content")
-    message = {key: value for key, value in raw.items() if value is not None}  # Arrow writes absent keys as null
-    if "from" in message and "value" in message:
-        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        message["content"] = content = "".join(part["text"] for part in content)
-    if not isinstance(message.get("role"), str) or not message["role"] or not isinstance(content, str):
-        raise _Bad(f"{name} holds a message without role and text content: {dict(raw)!r:.80}")
-    return message
+def _after(system: Message | None, messages: list[Message]) -> list[Message]:
+    """The messages, with the system column's in front unless they begin with it."""
+    if system is None or alike(messages[:1], [system]):
+        return messages
+    if messages[0]["role"] == "system":
+        raise BadRow(f"the prompt has another system message than the system column ({system['content']!r:.40})")
+    return [system, *messages]
 
 
 def _read_pair(fields: dict[str, Any]) -> None:
     """Bring ``prompt``, ``chosen`` and ``rejected`` into the form prompt + two completions."""
-    chosen, rejected = _turns(fields.get("chosen"), "chosen"), _turns(fields.get("rejected"), "rejected")
-    prompt = fields.get("prompt")
+    chosen, rejected = (turns_of(fields.get(side), side) for side in SIDES)
+    prompt: Turns | None = fields.get("prompt")
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise _Bad("one of chosen and rejected is text, the other a list of messages")
+        raise BadRow("one of chosen and rejected is text, the other a list of messages")
+    if not prompt and isinstance(chosen, str) and isinstance(rejected, str):
+        common = chosen[: shared_start(chosen, rejected)]
+        marked = HUMAN in chosen
+        end = common.rfind(ASSISTANT) + len(ASSISTANT) if marked else max(map(common.rfind, " \n"))
+        if end < (len(ASSISTANT) if marked else 1):
+            at = repr(ASSISTANT.strip()) if marked else "a whole word"
+            raise BadRow(f"no prompt: chosen and rejected don't share a start that ends with {at}")
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    prompt, (chosen, rejected) = parsed(prompt, {"chosen": chosen, "rejected": rejected})
     if isinstance(chosen, list) and isinstance(rejected, list):
         shared = 0  # turns of both sides before their last one
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         lead, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if lead:
-            before = as_messages(prompt) if prompt else []
-            repeated = isinstance(prompt, str) or lead[: len(before)] == before
-            prompt = lead if repeated or not before else before + lead
-    elif prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
-        common = chosen[: shared_start(chosen, rejected)]
-        dialogue = HUMAN in chosen
-        end = common.rfind(ASSISTANT) + len(ASSISTANT) if dialogue else max(map(common.rfind, " \n"))
-        if end < (len(ASSISTANT) if dialogue else 1):
-            at = repr(ASSISTANT.strip()) if dialogue else "a whole word"
-            raise _Bad(f"no prompt: chosen and rejected don't share a start that ends with {at}")
-        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+        if lead and lead[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
+            raise BadRow("chosen and rejected have two turns of the assistant in a row; join them into one")
+        if prompt and not lead:
+            before = as_messages(prompt)
+            chosen, rejected = (side[overlap(before, side[:-1]) :] for side in (chosen, rejected))
+        prompt = merged(prompt, lead, "chosen and rejected")
     if not prompt:
-        raise _Bad("no prompt: chosen and rejected share no first turn")
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        if not (side if isinstance(side, str) else "".join(m["content"] for m in side)).strip():
-            raise _Bad(f"{name} is empty")
+        raise BadRow("no prompt: chosen and rejected share no first turn")
+    for name, side in zip(SIDES, (chosen, rejected), strict=True):
+        check_said(name, side)
     fields.update(prompt=prompt, chosen=chosen, rejected=rejected)

@@ -32,7 +32,9 @@ class Broken:
 
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
-_SPLIT = re.compile(r"(?:^|[^a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])")
+_SPLIT = re.compile(
+    r"(?:^|[^a-z])(train|test|valid|validation|val|dev|eval|evaluation|held[-_ ]?out|hold[-_ ]?out)(?![a-z])"
+)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,10 @@ def _kind(path: Path) -> str:
 
 
 def _folder_files(folder: Path, split: str | None) -> list[Path]:
-    """The data files below a folder, sorted; of several splits only the wanted one (default: train)."""
+    """The data files below a folder, sorted; of several splits only the wanted one.
+
+    Default: those named train, else those that no split names, else there must be one split.
+    """
     found = (p for p in folder.rglob("*") if p.is_file() and _kind(p) in SUFFIXES)
     described = ("dataset_info.json", "dataset_infos.json")  # what a hub folder says about itself
     files = sorted(p for p in found if p.name not in described and "/." not in f"/{p.relative_to(folder)}")
@@ -159,8 +164,8 @@ def _folder_files(folder: Path, split: str | None) -> list[Path]:
     for file in files:
         named = _SPLIT.search(str(file.relative_to(folder)).lower())
         by_split.setdefault(named[1] if named else "", []).append(file)
-    if split is None and ("train" not in by_split or len(by_split) == 1):
-        return files
+    if split is None and "train" not in by_split and "" in by_split:
+        return by_split[""]
     return by_split[_choose_split(sorted(by_split), split, str(folder))]
 
 

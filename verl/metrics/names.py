@@ -73,6 +73,12 @@ METRICS: dict[str, Metric] = {
         Metric("preference/desirable_reward", "reward", "kto: implicit reward of good answers", "rises"),
         Metric("preference/undesirable_reward", "reward", "kto: implicit reward of bad answers", "falls"),
         Metric("preference/kl_baseline", "nats", "kto: KL estimate from mismatched answers, largest of the lap", "low"),
+        Metric(
+            "preference/one_prompt",
+            "laps",
+            "kto: 1 in a lap whose rows all have one prompt: baseline 0",
+            "often: larger laps",
+        ),
         Metric("preference/pairs", "pairs", "online_dpo: prompts whose answers differ in reward", "few: flat rewards"),
         Metric("sft/nll", "nats/token", "negative log-likelihood of the trained tokens", "falls; see eval/loss too"),
         Metric("distill/kl", "nats/token", "KL of the student to the teacher on the student's tokens", "falls"),

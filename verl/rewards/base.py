@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.config.errors import RequestError, RewardError
-from verl.data.chat import Message, as_messages
+from verl.data.chat import Message, join
 from verl.rewards.calls import InProcess, Outcome, RewardShapeError, is_async
 from verl.rewards.functions import Model, Score, read_batch, read_row, resolve, unique
 from verl.rewards.match import Binding, bind
@@ -48,8 +48,7 @@ class RewardRow:
         """The whole conversation as messages."""
         if self.messages is not None:
             return self.messages
-        asked = as_messages(self.fields.get("prompt", self.prompt))
-        return [*asked, {"role": "assistant", "content": self.response}]
+        return join(self.fields.get("prompt", self.prompt), [{"role": "assistant", "content": self.response}])
 
 
 @dataclass

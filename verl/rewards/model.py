@@ -116,7 +116,7 @@ class RewardModelScorer(Model):
         if is_marked(self.model.config):
             return self._cut(row, self._as_trained(prompt, row))
         if chat.has_template(self.tokenizer):
-            messages = [*chat.as_messages(prompt), {"role": "assistant", "content": row.response}]
+            messages = chat.join(prompt, [{"role": "assistant", "content": row.response}])
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         else:
             text = chat.render_text(self.tokenizer, prompt) + row.response

@@ -37,6 +37,10 @@ from verl.runtime.orders import POOL, Accept, Ask, Put, Sampled, Shown, compact,
 from verl.workers.offline import ANSWER_MASK, MISMATCHED
 from verl.workers.rollout import Draw
 
+ONE_PROMPT = (
+    "KTO's baseline pairs each prompt with the answer to another one, but all rows have one prompt; it needs "
+    "rows of at least two prompts"
+)
 SHOWN = 4  # rows of a lap whose texts are told, evenly spaced
 
 
@@ -367,7 +371,15 @@ class Reader:
     async def collect(self, step: int, *, baseline: bool) -> Lot:
         del baseline
         wanted = self.cfg.train_batch_size // self.cfg.group_size
-        lot = self.lot(await asyncio.to_thread(self.feed.take, wanted))
+        examples = await asyncio.to_thread(self.feed.take, wanted)
+        one_prompt = self.cfg.algorithm.name == "kto" and len({e.prompt_ids for e in examples}) == 1
+        if one_prompt and isinstance(self.feed, OrderedFeed):
+            table = self.feed.table
+            if all(table[i].prompt_ids == examples[0].prompt_ids for i in range(len(table))):
+                raise DataError(f"dataset: {ONE_PROMPT}")
+        lot = self.lot(examples, alone=one_prompt)
+        if self.cfg.algorithm.name == "kto":
+            lot.metrics["preference/one_prompt"] = float(one_prompt)
         await self.place(step, lot)
         return lot
 
@@ -382,30 +394,31 @@ class Reader:
         }
         await self.crew.each("put", calls)
 
-    def lot(self, examples: Sequence[Example]) -> Lot:
+    def lot(self, examples: Sequence[Example], *, alone: bool = False) -> Lot:
         """A preference pair becomes two rows of one group, the chosen one first; the others one row each.
 
-        With KTO, a row of zero weight for each: its prompt with another row's answer, for the baseline.
+        With KTO, a row of zero weight for each: its prompt with another row's answer, for the baseline. ``alone``: all
+        rows have one prompt, so there is none; their own answers stand there, of which no token counts.
         """
         parts = [(e, c, i, +1 - 2 * k if len(e.completions) == 2 else 0)
                  for i, e in enumerate(examples) for k, c in enumerate(e.completions)]  # fmt: skip
         own = len(parts)
         if self.cfg.algorithm.name == "kto":
             limit = self.cfg.max_prompt_length + self.cfg.max_response_length
-            try:
-                partners = mismatch([e.prompt_ids for e in examples])
-            except ValueError as error:
-                raise DataError(str(error)) from error
-            for i, other in enumerate(partners):
+            prompts = [e.prompt_ids for e in examples]
+            if not alone and len(set(prompts)) == 1:
+                raise DataError(f"eval.dataset: {ONE_PROMPT}")
+            for i, other in enumerate(range(own) if alone else mismatch(prompts)):
                 said, room = examples[other].completions[0], limit - len(examples[i].prompt_ids)
-                parts.append((examples[i], Completion(said.ids[:room], said.mask[:room], said.text), i, 0))
+                mask = tuple(m and not alone for m in said.mask[:room])
+                parts.append((examples[i], Completion(said.ids[:room], mask, said.text), i, 0))
         batch = Batch([f"{e.id}/{place}" for place, (e, *_) in enumerate(parts)])
         batch["prompt_ids"] = Ragged.from_rows([e.prompt_ids for e, *_ in parts], torch.int64)
         batch["group"] = torch.tensor([i for _, _, i, _ in parts])
         batch["response_ids"] = Ragged.from_rows([c.ids for _, c, *_ in parts], torch.int64)
         answer = Ragged.from_rows([c.mask for _, c, *_ in parts], torch.bool)
-        mask = answer.with_values(answer.values & (answer.row_index < own))
-        batch["response_mask"] = mask
+        trained = answer.with_values(answer.values & (answer.row_index < own))
+        batch["response_mask"] = trained
         batch["preferred"] = torch.tensor([preferred for *_, preferred in parts])
         if all(e.label is not None for e in examples):
             batch["label"] = torch.tensor([float(bool(e.label)) for e, *_ in parts], dtype=torch.float64)
@@ -415,11 +428,11 @@ class Reader:
         if len(parts) > own:
             batch[ANSWER_MASK] = answer
             batch[MISMATCHED] = torch.tensor([-1] * own + list(range(own)))
-        metrics: dict[str, float | None] = {"response/length_mean": mask.lengths[:own].double().mean().item()}
-        counted = torch.zeros(len(parts), dtype=torch.int64).index_add_(0, mask.row_index, mask.values.long())
+        metrics: dict[str, float | None] = {"response/length_mean": trained.lengths[:own].double().mean().item()}
+        counted = torch.zeros(len(parts), dtype=torch.int64).index_add_(0, trained.row_index, trained.values.long())
         return Lot(
             prompt_lengths=batch.ragged("prompt_ids").lengths.tolist(),
-            response_lengths=mask.lengths.tolist(),
+            response_lengths=trained.lengths.tolist(),
             groups=batch.tensor("group").tolist(),
             loss_tokens=counted.tolist(),
             columns=tuple(batch.columns),

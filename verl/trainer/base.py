@@ -168,6 +168,8 @@ class Run:
             for damaged in self.store.skipped():
                 log.warning("checkpoint skipped: %s; going %s", damaged, where)
         counts = ", ".join(f"{n} {what}" for what, n in self.feed.counts.items() if n or what == "kept")
+        if self.feed.size is None:
+            counts = "read as they are needed"
         for line in [
             *notes(cfg),
             *(self._repeats() if write else ()),

@@ -206,6 +206,15 @@ def test_words_that_are_no_command(place, verl):
     assert code == 0 and "resume" in out
 
 
+@pytest.mark.parametrize("ends", [EOFError("of x"), SystemExit(0), SystemExit(None)])
+def test_what_ends_a_command_from_within_is_a_failure(place, verl, monkeypatch, ends):
+    def load(*_, **__):
+        raise ends
+
+    monkeypatch.setattr("verl.config.load.load_config", load)
+    _refused(verl("train", "train.yaml"), type(ends).__name__, status=1)
+
+
 # -- requests that are refused while loading -------------------------------------------------------------------------
 
 

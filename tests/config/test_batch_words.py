@@ -46,6 +46,10 @@ def test_rollout_that_does_not_divide_the_lap_with_a_mini_batch():
             ["is 16 rows per optimizer step, but mini_batch_size is 32", "steps 4 or mini_batch_size 16"],
         ),
         ({"gradient_accumulation_steps": 5, "mini_batch_size": 32}, ["must divide mini_batch_size 32", "2 or 4"]),
+        (
+            {"gradient_accumulation_steps": 3},
+            ["gradient_accumulation_steps 2 with micro_batch_size 16 or gradient_accumulation_steps 4 with micro"],
+        ),
         ({"gradient_accumulation_steps": 4}, ["says nothing without", "micro_batch_size 8 or 16 would fit"]),
     ],
 )  # fmt: skip
@@ -98,10 +102,10 @@ def test_what_is_offered_is_valid():
         for fault in faults(words):
             text = advice(words, fault).rpartition(";")[2]
             key = ""
-            offered = re.findall(r"([a-z_]+_[a-z]+ )?(\d+)", text)
-            for name, value in offered:
+            offered = re.findall(r"([a-z_]+_[a-z]+ )?(\d+)(?: with ([a-z_]+) (\d+))?", text)
+            for name, value, other, its in offered:
                 key = name.strip() or key
-                left = faults(dataclasses.replace(words, **{key: int(value)}))
+                left = faults(dataclasses.replace(words, **{key: int(value)}, **({other: int(its)} if other else {})))
                 assert not left or (not valid(words, key) and all(f.key != fault.key for f in left)), text
             assert offered, (words, fault, text)
 

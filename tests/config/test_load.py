@@ -105,8 +105,73 @@ def test_malformed_override(override):
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run_dir=", "'run_dir=' gives no value; write run_dir=null"),
+        ("run_dir=  ", "gives no value"),
+        ("run_dir=#x", "gives no value"),
+        ("run_dir=a #b", "what follows # is a comment"),
+        ("rollout.stop=[a", r"override 'rollout.stop=\[a': can't be read: did not find expected"),
+        ("run_dir=@x", "override 'run_dir=@x': can't be read"),
+        ("seed=" + "9" * 5000, "can't be read: Exceeds the limit"),
+    ],
+)
+def test_an_override_without_a_whole_value(override, words, readme_file):
+    with pytest.raises(ConfigError, match=words):
+        load_config(readme_file, ["seed=1", override])
+
+
+def test_values_that_look_like_comments_are_values(readme_file):
+    assert load_config(readme_file, ["run_dir='a #b'"]).run_dir == "a #b"
+    assert load_config(readme_file, ["run_dir=a#b"]).run_dir == "a#b"
+
+
+def test_an_optimizers_name_is_short_for_a_section_that_overrides_go_into(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("actor_model_config: {optimizer: sgd}")
+    ways = [
+        (path, ["actor_model_config.optimizer.lr=0.5"], {}),
+        (None, ["actor_model_config.optimizer=sgd", "actor_model_config.optimizer.lr=0.5"], {}),
+        (None, ["actor_model_config.optimizer.lr=0.5", "actor_model_config.optimizer=sgd"], {}),
+        (path, [], {"actor_model_config": {"optimizer": {"lr": 0.5}}}),
+    ]
+    for file, overrides, values in ways:
+        optimizer = load_config(file, overrides, partial=True, **values).actor_model_config.optimizer
+        assert (optimizer.name, optimizer.lr) == ("sgd", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("algorithm: grpo", ["algorithm.gamma=0.9"], r"algorithm is 'grpo' .* nothing can be set in it \(gamma\)"),
+        ("algorithm: grpo", ["algorithm={gamma: 0.9}"], "algorithm is 'grpo'"),
+        ("eval: 5", ["eval.limit=3"], "eval is 5"),
+        ("", ["eval=5", "eval.limit=3"], "eval is 5"),
+        ("device_map: cpu", ["device_map.critic=cpu"], "device_map is 'cpu'"),
+    ],
+)
+def test_a_value_where_a_section_belongs_is_not_replaced_in_silence(text, overrides, words, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(path, overrides, partial=True)
+
+
+def test_a_name_may_become_a_mapping():
+    cfg = load_config(None, ["dataset=a", "dataset={name: arithmetic}"], partial=True)
+    assert cfg.dataset == {"name": "arithmetic"}
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("on: 1", "true is no key"),
+        ("eval: {no: 1}", "false in eval is no key"),
+        ("seed: " + "9" * 5000, "can't be read"),
+        ("eval: " + "[" * 3000, "can't be read"),
+        ("eval.limit: 3", r"eval.limit is not a key: a file nests it, eval: \{limit: \.\.\.\}"),
+        ("prefetch: 2", "prefetch is not a key: there is nothing to set, the data set is read"),
+        ("x: 2", "x is not a key; docs/configuration.md"),
         ("a: [1", "can't be read"),
         ("- 1\n- 2", "keys and values"),
         ("seed: 1\nseed: 2", "duplicate"),
@@ -170,6 +235,19 @@ def test_a_wrong_value_is_not_judged_a_second_time_by_the_rules_between_keys():
         ({"dataset": 3}, ["dataset is 3", "a hub name"]),
         ({"dataset": {"low": 3}}, ["dataset is", "needs its name"]),
         ({"reward_fn": 3}, ["reward_fn is 3", "module:function"]),
+        ({"dataset": "a" * 300 + ".jsonl"}, ["dataset is 'aaa", "at most 255 bytes"]),
+        ({"run_dir": "a\0b"}, ["run_dir is", "NUL"]),
+        ({"rollout_batch_size": 10**20}, ["must be an integer >= 1 and <= 1000000000"]),
+        (
+            {"actor_model_config": {"model_name_or_path": "m", "fsdp_config": {"tensor_parallel_size": 10**7}}},
+            ["tensor_parallel_size is 10000000", "<= 4096"],
+        ),
+        ({"rollout": {"tensor_parallel_size": 10**7}}, ["rollout.tensor_parallel_size is 10000000", "<= 4096"]),
+        ({"reward_timeout": 1e10}, ["<= 1e+09 or null", "null: no limit"]),
+        ({"rollout": {"top_k": 10**400}}, ["rollout.top_k is", "<= 2147483647"]),
+        ({"rollout": {"cache_gib": 1e300}}, ["rollout.cache_gib is 1e+300", "<= 1e+06"]),
+        ({"rollout": {"temperature": 1e-300}}, ["rollout.temperature is 1e-300", "a number >= 0.0001"]),
+        ({"actor_model_config": {"model_name_or_path": "m", "lora_r": 10**20}}, ["lora_r is", "<= 65536"]),
         ({"actor_model_config": {"model_name_or_path": 3}}, ["model_name_or_path is 3", "a folder"]),
         ({"actor_model_config": {"model_name_or_path": " "}}, ["must not be empty"]),
         (
@@ -180,7 +258,10 @@ def test_a_wrong_value_is_not_judged_a_second_time_by_the_rules_between_keys():
             {"actor_model_config": {"model_name_or_path": "m", "optimizer": "lion"}},
             ["name is 'lion'", "adamw8bit, sgd"],
         ),
-        ({"reward_model_config": {"model_name_or_path": "r", "trainable": True}}, ["trainable is true", "built yet"]),
+        (
+            {"reward_model_config": {"model_name_or_path": "r", "trainable": True}},
+            ["trainable is true", "a run of its own (alg"],
+        ),
         ({"rollout": {"engine": "tgi"}}, ["rollout.engine is 'tgi'", "one of auto, native, vllm"]),
         ({"rollout": {"engine": "openai"}}, ["rollout.url is missing", "http://127.0.0.1:8000"]),
         ({"rollout": {"url": "http://h:1"}}, ["rollout.engine auto doesn't read it", "openai or sglang"]),

@@ -18,6 +18,10 @@ def warnings(**values) -> list[str]:
     return [n.removeprefix("warning: ") for n in notes(load(**values)) if n.startswith("warning: ")]
 
 
+def warmup(steps: int) -> dict:
+    return {"actor_model_config": {"model_name_or_path": "m", "optimizer": {"warmup_steps": steps}}}
+
+
 def test_rows_per_step_and_steps_per_lap():
     lap, step, _ = notes(load(**FILE, algorithm={"name": "grpo", "update_epochs": 2}))
     assert lap == "a lap: 512 rows = 4 rollouts of 128 rows (16 prompts x 8 responses)"
@@ -52,6 +56,18 @@ def test_no_warning_without_a_reason():
         ({"cluster": {"address": "10.0.0.1:6379"}}, ["cluster.address", "only cluster.backend ray"]),
         ({"cluster": {"max_restarts": 1}}, ["max_restarts is 1", "this process"]),
         ({"eval": {"every_steps": 5}}, ["eval.every_steps is 5 without eval.dataset"]),
+        ({"eval": {"limit": 5}}, ["eval.limit is 5 without eval.dataset"]),
+        ({"eval": {"columns": {"prompt": "q"}}}, ["eval.columns is {'prompt': 'q'} without eval.dataset"]),
+        ({"kl_horizon": 5}, ["kl_horizon is 5 without kl_target"]),
+        ({"reward_default": 0.5}, ["reward_default is 0.5 without reward_failure default"]),
+        ({"algorithm": {"max_refills": 3}}, ["algorithm.max_refills is 3 without dynamic_sampling"]),
+        ({"total_steps": 2, **warmup(9)}, ["warmup_steps is 9, and the run has 2 optimizer steps", "in none"]),
+        ({"total_steps": 1, **warmup(1)}, ["the run has 1 optimizer step: lr is reached in the last one"]),
+        (
+            {"algorithm": {"name": "grpo"}, "metrics": {"alarms": {"critic/loss": 1.0}}},
+            ["metrics.alarms has a limit for critic/loss, which grpo never logs"],
+        ),
+        ({"metrics": {"alarms_below": {"sft/nll": 1.0}}}, ["metrics.alarms_below has a limit for sft/nll, which ppo"]),
     ],
 )
 def test_warnings(values, words):
@@ -70,10 +86,23 @@ def test_warnings(values, words):
         {"cluster": {"max_restarts": 1}, **TWO},
         {"cluster": {"max_restarts": 1, "backend": "ray", "address": "10.0.0.1:6379"}},
         {"device_map": {"actor": 0, "reference": 1}},
+        {"total_steps": 3, **warmup(2)},
+        {"kl_horizon": 5, "kl_target": 1.0},
+        {"reward_default": 0.5, "reward_failure": "default"},
+        {"eval": {"limit": 3, "dataset": "d.jsonl"}},
+        {"algorithm": {"name": "dapo", "max_refills": 3}},
+        {"metrics": {"alarms": {"critic/loss": 1.0, "reward/mean": 2.0, "time/step": 60.0}}},
     ],
 )
 def test_no_warning_where_it_means_something(values):
     assert warnings(**values) == []
+
+
+def test_a_limit_on_rewards_means_nothing_where_nothing_is_sampled():
+    limits = {"reward/mean": 1.0, "preference/accuracy": 1.0}
+    cfg = load_config(None, partial=True, algorithm={"name": "dpo"}, metrics={"alarms": limits})
+    told = [note for note in notes(cfg) if "never logs" in note]
+    assert told == ["warning: metrics.alarms has a limit for reward/mean, which dpo never logs"]
 
 
 def test_a_dumped_file_warns_of_nothing_that_the_first_did_not(tmp_path):

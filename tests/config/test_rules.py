@@ -234,6 +234,18 @@ def test_the_process_reward_is_judged_by_the_settings_it_takes_from_the_actor():
         ({"total_steps": 3, "total_epochs": 2.0}, ["total_steps is 3 and total_epochs is 2"]),
         ({"max_tokens_per_micro_batch": 1023}, ["must hold one row", "1024 or 2048 would fit"]),
         (
+            {"algorithm": {"correction": "icepop", "correction_floor": 3.0}},
+            [
+                "algorithm.correction_floor is 3, above algorithm.correction_cap 2, so icepop keeps no token",
+                "cap 3 would",
+            ],
+        ),
+        ({"algorithm": {"correction": "reject", "correction_cap": 0.1}}, ["reject keeps", "correction_floor 0.1 or"]),
+        (
+            {"algorithm": {"name": "clip_cov", "covariance_low": 6.0}},
+            ["algorithm.covariance_low is 6, above algorithm.covariance_high 5, so clip_cov chooses no token"],
+        ),
+        (
             {"algorithm": {"name": "dapo", "allow_singletons": True}, "group_size": 1},
             ["group_size is 1: it replaces groups", "group_size 2 or algorithm.dynamic_sampling false would fit"],
         ),
@@ -255,6 +267,8 @@ def test_an_adapter_s_folder_over_4_bits_needs_no_use_lora(tmp_path):
     "values",
     [
         {"algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}},
+        {"algorithm": {"correction": "tis", "correction_cap": 0.1}},  # which reads no floor
+        {"algorithm": {"correction": "reject", "correction_cap": 2.0, "correction_floor": 2.0}},
         {"kl_target": 6.0},
         {"kl_target": 6.0, "init_kl_coef": 0.1, "algorithm": GRPO},
         {"actor_model_config": {"model_name_or_path": "m", "dtype": "fp32"}, "critic_model_config": {"dtype": "fp32"}},

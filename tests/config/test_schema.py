@@ -30,6 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
         ("actor_model_config.fsdp_config.shard_strategy", "actor_model_config.fsdp_config.sharding_strategy"),
         ("reward_model", "reward_model_config"),
         ("learning_rate", "actor_model_config.optimizer.lr"),
+        ("lora_target_module", "actor_model_config.lora_target_modules"),
         ("actor_model_config.lora_rank", "actor_model_config.lora_r"),
     ],
 )

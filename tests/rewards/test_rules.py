@@ -59,6 +59,8 @@ def test_exact() -> None:
     assert rules.exact(" Paris\n", "Paris") == 1.0
     assert rules.exact("paris", "Paris") == 0.0
     assert rules.exact("paris", "Paris", ignore_case=True) == 1.0
+    with pytest.raises(ValueError, match="no answer"):
+        rules.exact("None", None)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,14 @@ def test_regex() -> None:
         ("numerical", "did you mean 'numeric'"),
         ({"name": "numeric", "integr": True}, "no option 'integr'; it has integer, tolerance, cut_score"),
         ({"name": "exact", "answer": 1}, "no option 'answer'"),
+        ({"name": "exact", "ignore_case": "no"}, "ignore_case is 'no': must be true or false"),
+        ({"name": "regex", "pattern": "a", "full": 1}, "full is 1: must be true or false"),
+        ({"name": "format", "tags": "think"}, "tags is 'think': must be a list, each a text"),
+        ({"name": "format", "tags": 5}, "tags is 5"),
+        ({"name": "numeric", "tolerance": "abc"}, "tolerance is 'abc': must be a number"),
+        ({"name": "numeric", "tolerance": -1}, "tolerance -1 must be at least 0"),
+        ({"name": "code", "memory_mb": 64.5}, "memory_mb is 64.5: must be an integer"),
+        ({"name": "http", "url": "http://h", "timeout": 1e10}, "must be under 1e\\+09"),
         ("regex", "needs the option 'pattern'"),
         ({"name": "regex", "pattern": "("}, "pattern '\\(' is invalid"),
         ({"name": "length", "max_tokens": 5, "buffer": 0}, "buffer 0"),
@@ -115,11 +125,14 @@ def test_wrong_rewards_are_told_at_once(spec: Any, message: str) -> None:
 def test_a_module_that_fails_to_import_says_why(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_grader.py").write_text("import no_such_thing_y\n")
     (tmp_path / "worse_grader.py").write_text("raise RuntimeError('no key')\n")
+    (tmp_path / "script_grader.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match="importing broken_grader failed: No module named 'no_such_thing_y'"):
         resolve("broken_grader:score")
     with pytest.raises(RequestError, match="importing worse_grader failed: RuntimeError: no key"):
         resolve("worse_grader:score")
+    with pytest.raises(RequestError, match="importing script_grader failed: SystemExit: 0"):
+        resolve("script_grader:score")
 
 
 def test_math_and_gym_run_in_scoring_processes() -> None:

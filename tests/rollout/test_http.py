@@ -222,6 +222,16 @@ def test_a_dead_server_ends_the_call_with_row_and_address(bench: Bench, caplog: 
     assert len(caplog.messages) == 2
 
 
+def test_a_server_that_never_answered_is_a_wrong_request(bench: Bench) -> None:
+    server = bench.server(f_llama())
+    server.stop()
+    engine = bench.engine(server, retries=1)
+    with pytest.raises(RequestError, match=rf"{server.url} can't be reached.*correct rollout.url"):
+        ask(engine, requests(), PLAIN)
+    with pytest.raises(RequestError, match=rf"^{server.url} can't be reached.*correct rollout.url"):
+        engine.load(own_tensors(f_llama(seed=1)), 1)
+
+
 def test_a_slow_server_is_waited_for_and_a_hung_one_is_not(bench: Bench) -> None:
     server = bench.server(f_llama())
     server.pace = 0.03

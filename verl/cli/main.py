@@ -7,14 +7,31 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from verl.cluster.imports import quick_imports
 from verl.config.errors import RequestError, RunError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+class _Commands(typer.core.TyperGroup):
+    """A command ends by returning; what ends it from within (a module of the user's that exits) is a failure."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:  # typer takes it for the end of a dialogue, and says nothing but "Aborted!"
+            raise RunError(f"what was read ended too early (EOFError: {error})") from error
+        except SystemExit as error:
+            if error.code:
+                raise
+            raise RunError("the process was told to exit before the command was done (SystemExit)") from error
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 Config = Annotated[Path, typer.Argument(help="YAML file", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. algorithm.name=ppo")]

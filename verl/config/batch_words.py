@@ -14,6 +14,8 @@ from verl.config.run import RunConfig
 
 DEFAULT_ROWS = 64  # of a lap where nothing is sampled
 DEFAULT_GROUP = 8  # responses per prompt where the baseline is the group's
+MOST_DIVISORS = 10**5  # looked at of one size
+MOST_TRIED = 16  # accumulations around the given one, for an offer
 MOST_DEFAULT_MICRO = 16  # rows of one forward where memory wasn't thought about
 
 
@@ -173,9 +175,23 @@ def advice(words: BatchWords, fault: Fault) -> str:
     """
     fit = [(key, value) for key in fault.remedies for value in valid(words, key)][:2]
     near = [(key, value) for key in fault.remedies for value in _nearest(words, key, fault.key)][:2]
+    if not fit and "gradient_accumulation_steps" in (fault.key, *fault.remedies) and (both := _both(words)):
+        return f"{both} would fit"
     if not fit or fault.key != "train_batch_size" or fit == near:
         return f"{_settings(fit or near)} would fit"
     return f"{_settings(near)} would fit; with the other sizes as they are, {_settings(fit)}"
+
+
+def _both(words: BatchWords) -> str:
+    """Up to two accumulations with a micro-batch each; they fit where neither size would alone."""
+    now, found = words.gradient_accumulation_steps or 1, list[str]()
+    for steps in sorted(_divisors(words.mini), key=lambda n: (abs(n - now), n))[:MOST_TRIED]:
+        micro = valid(replace(words, gradient_accumulation_steps=steps, micro_batch_size=None), "micro_batch_size")
+        if micro:
+            found.append(f"gradient_accumulation_steps {steps} with micro_batch_size {micro[-1]}")
+        if len(found) == 2:
+            break
+    return " or ".join(found)
 
 
 def valid(words: BatchWords, key: str) -> list[int]:
@@ -208,7 +224,8 @@ def _candidates(words: BatchWords, now: int) -> set[int]:
 
 
 def _divisors(n: int) -> Iterator[int]:
-    for low in range(1, math.isqrt(n) + 1):
+    """Each with its counterpart; of a huge ``n`` those up to ``MOST_DIVISORS``, which takes no time."""
+    for low in range(1, min(math.isqrt(n), MOST_DIVISORS) + 1):
         if n % low == 0:
             yield from (low, n // low)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.config import batch_words
-from verl.config.devices import Device, devices_of, entry_of, parse, workers, written
+from verl.config.devices import MOST, Device, devices_of, entry_of, parse, workers, written
 from verl.config.model import CriticConfig, FsdpConfig, ModelConfig
 from verl.config.run import RunConfig
 
@@ -134,7 +134,8 @@ def _uneven(role: str, devices: list[Device], key: str, fsdp: FsdpConfig, has: s
         if room % asked:
             near = _nearest([d for d in range(1, room + 1) if room % d == 0], asked)
             times = f"times {' and '.join(before)} " if before else ""
-            more = "" if len(near) > 1 else f" or device_map.{role} {_first(devices, block * asked)}"
+            few = len(near) == 1 and block * asked <= MOST
+            more = f" or device_map.{role} {_first(devices, block * asked)}" if few else ""
             return (
                 (f"{key}.{axis}", "device_map"),
                 f"{key}.{axis} is {asked}, but {has}: {times}it must "

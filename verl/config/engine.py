@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from verl.config.section import DataSource, FunctionSource, PathText, Section
+from verl.config.devices import MOST
+from verl.config.section import LONGEST, DataSource, FunctionSource, PathText, Section
 
 
 class RolloutConfig(Section):
@@ -25,7 +26,7 @@ class RolloutConfig(Section):
     api_key_env: str | None = Field(
         None, examples=["VLLM_API_KEY", "API_KEY"], description="environment variable that holds the servers' key"
     )
-    timeout: float = Field(600.0, gt=0, description="openai, sglang: seconds for one answer")
+    timeout: float = Field(600.0, gt=0, le=LONGEST, description="openai, sglang: seconds for one answer")
     weights_dir: PathText | None = Field(
         None, examples=["/shared/weights", "/dev/shm/weights"],
         description="openai, sglang: where weights are written for the servers, which see it under the same name; "
@@ -36,10 +37,12 @@ class RolloutConfig(Section):
         description="vllm: more of its engine's options, by their names",
     )  # fmt: skip
     temperature: float = Field(
-        1.0, gt=0, description="softmax temperature, applied by sampler and trainer alike; 0 has no density to train on"
+        1.0,
+        ge=1e-4,
+        description="softmax temperature, applied by sampler and trainer alike; 0 has no density to train on",
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the trainer can't match the density")
-    top_k: int = Field(0, ge=0, description="0: off; above 0 the trainer can't match the density")
+    top_k: int = Field(0, ge=0, le=2**31 - 1, description="0: off; above 0 the trainer can't match the density")
     stop: list[str] = Field(
         default_factory=list, strict=False, examples=[["\n\n"], ["</answer>"]], description="texts that end a response"
     )
@@ -50,15 +53,15 @@ class RolloutConfig(Section):
     )  # fmt: skip
     max_turns: int = Field(8, ge=1, description="environment: most messages of the policy in an episode")
     turn_timeout: float | None = Field(
-        60.0, gt=0, description="environment: seconds that one answer of it may take; null: no limit"
+        60.0, gt=0, le=LONGEST, description="environment: seconds that one answer of it may take; null: no limit"
     )
     max_rows: int = Field(256, ge=1, description="rows decoded side by side; memory and speed only")
     cache_gib: float | None = Field(
-        None, gt=0, examples=[4.0, 16.0],
+        None, gt=0, le=1e6, examples=[4.0, 16.0],
         description="native: most GiB of keys and values on a device; rows that don't fit wait; null: no limit",
     )  # fmt: skip
     tensor_parallel_size: int = Field(
-        1, ge=1, description="vllm: devices that share each engine's weights; it divides the rollout's devices"
+        1, ge=1, le=MOST, description="vllm: devices that share each engine's weights; it divides the rollout's devices"
     )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from verl.config import batch_words, schema
 from verl.config.errors import ConfigError
-from verl.config.model import CriticConfig
+from verl.config.model import CriticConfig, optimizer_by_name
 from verl.config.notes import memory_advice, notes
 from verl.config.rules import (
     SAMPLING_KEYS,
@@ -41,13 +41,14 @@ def load_config(
     be missing. Every derived key is filled in. Raises ``ConfigError`` with all violations in one message.
     """
     raw = _merged(_read(path, overrides), _plain_sections(values))
+    where = f"{path}: " if path is not None else ""
+    _check_keys(raw, where)
     cfg, details = _validate(_without_nulls(raw, RunConfig))
     wrong = [".".join(key) for key in details]
     messages = [_message(detail, cfg) for detail in details.values()] + [
         v.text for v in violations(cfg, partial=partial) if not any(_touches(k, w) for k in v.keys for w in wrong)
     ]
     if messages:
-        where = f"{path}: " if path is not None else ""
         count = "1 setting is wrong" if len(messages) == 1 else f"{len(messages)} settings are wrong"
         raise ConfigError(f"{where}{count}\n" + "\n".join(f"  {m}" for m in messages))
     return _resolved(cfg)
@@ -76,18 +77,46 @@ def _read(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     bad = [o for o in overrides if not o.partition("=")[0].strip() or "=" not in o]
     if bad:
         raise ConfigError(f"not an override: {', '.join(map(repr, bad))}; write key=value, such as algorithm.name=grpo")
+    keys: Any = _parsed(path, lambda: OmegaConf.load(path)) if path is not None else {}
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{path}: must hold keys and values, such as `seed: 1`")
+    for override in overrides:
+        over = _parsed(f"override {override!r}", lambda text: OmegaConf.from_dotlist([text]), override)
+        _check_override(override)
+        keys = _merged(keys, over)  # omegaconf's own merge refuses a list in a mapping's place
+    return _parsed(path or "overrides", lambda: OmegaConf.create(keys), resolve=True)
+
+
+def _parsed(where: object, read: Callable[..., Any], *given: str, resolve: bool = False) -> Any:
+    """What ``read`` finds as plain data; ``ConfigError`` that begins with ``where`` for what can't be read."""
     try:
-        file = OmegaConf.load(path) if path is not None else OmegaConf.create()
-        if not OmegaConf.is_dict(file):
-            raise ConfigError(f"{path}: must hold keys and values, such as `seed: 1`")
-        over: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
-        merged = _merged(OmegaConf.to_container(file), over)  # its own merge refuses a list in a mapping's place
-        keys: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+        return OmegaConf.to_container(read(*given), resolve=resolve)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path or 'overrides'}: can't be read: {error}") from error
-    return keys
+        raise ConfigError(f"{where}: no such file") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        told = getattr(error, "problem", None) if given else None  # its line and column are those of the value alone
+        raise ConfigError(f"{where}: can't be read: {told or error}") from error
+
+
+def _check_override(override: str) -> None:
+    """``ConfigError`` where no value is given (an empty shell variable must not mean the default), or a comment."""
+    name, _, text = (part.strip() for part in override.partition("="))
+    node = yaml.compose(text)
+    if node is None:
+        raise ConfigError(f"override {override!r} gives no value; write {name}=null for the default")
+    if text[node.end_mark.index :].strip().startswith("#"):
+        raise ConfigError(f"override {override!r}: what follows # is a comment in YAML; put the value in quotes")
+
+
+def _check_keys(raw: Any, where: str, within: str = "") -> None:
+    """``ConfigError`` for a key that is no text: YAML reads ``on``, ``yes`` and ``no`` as true and false."""
+    for key, value in raw.items() if isinstance(raw, dict) else ():
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{where}{_shown(key)}{f' in {within}' if within else ''} is no key: keys are text (YAML reads on, yes "
+                "and no as true and false); put it in quotes"
+            )
+        _check_keys(value, where, f"{within}.{key}" if within else key)
 
 
 def _plain_sections(value: Any) -> Any:
@@ -101,10 +130,22 @@ def _plain_sections(value: Any) -> Any:
     return {k: _plain_sections(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _merged(under: Any, over: Any) -> Any:
-    """``over`` wins; mappings are merged key by key."""
-    if isinstance(under, dict) and isinstance(over, dict):
-        return under | {key: _merged(under.get(key), value) for key, value in over.items()}
+def _merged(under: Any, over: Any, key: schema.Path = ()) -> Any:
+    """``over`` wins; mappings are merged key by key, and an optimizer's name is short for one.
+
+    ``ConfigError`` where ``under`` is a value that only keys may replace: it was meant, too.
+    """
+    if key[-1:] == ("optimizer",) and dict in (type(under), type(over)):
+        under, over = optimizer_by_name(under), optimizer_by_name(over)
+    if not isinstance(over, dict):
+        return over
+    if isinstance(under, dict):
+        return under | {name: _merged(under.get(name), value, (*key, name)) for name, value in over.items()}
+    if under is not None and schema.holds_keys(key):
+        raise ConfigError(
+            f"{'.'.join(key)} is {_shown(under)} in the file or an earlier override, but it holds keys, so nothing can "
+            f"be set in it ({', '.join(map(str, over))}); give it there as a mapping of keys"
+        )
     return over
 
 
@@ -147,7 +188,7 @@ def _message(detail: Any, cfg: RunConfig) -> str:
     key, field, within = schema.locate(detail["loc"])
     name = ".".join(key)
     if field is None:
-        return f"{name} is not a key; did you mean {schema.nearest_key(key)}?"
+        return f"{name} is not a key{_instead(key)}"
     spot = "".join(f"[{part}]" for part in within[:1] if isinstance(part, int))
     text = f"{name}{spot} is {_shown(detail['input'])}: "
     if detail["type"] == "value_error":
@@ -167,6 +208,19 @@ def _message(detail: Any, cfg: RunConfig) -> str:
     elif len(settings) == 1:
         text += ", nothing else is built yet"
     return f"{text} ({field.description})"
+
+
+def _instead(key: schema.Path) -> str:
+    """What an unknown key most likely meant."""
+    if key[-1] == "prefetch":
+        return (
+            ": there is nothing to set, the data set is read and tokenised before the first lap (with streaming, rows "
+            "are read as they are drawn)"
+        )
+    if "." in key[-1] and tuple(".".join(key).split(".")) in dict(schema.every_key()):
+        return f": a file nests it, {': {'.join(key[-1].split('.'))}: ...{'}' * key[-1].count('.')}"
+    near = schema.nearest_key(key)
+    return f"; did you mean {near}?" if near else "; docs/configuration.md lists them all"
 
 
 def _without(raw: dict[str, Any], key: schema.Path) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from verl.config.devices import MOST
 from verl.config.section import ModelSource, Section
 
 Dtype = Literal["auto", "bf16", "fp32"]
 REWARD_MODEL = "reward_model"  # what a model that scores is called among the rewards
+Devices = Annotated[int, Field(ge=1, le=MOST)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -52,15 +54,15 @@ class FsdpConfig(Section):
     shard_size: int | None = Field(
         None, ge=1, description="HYBRID_SHARD: data-parallel ranks that share one copy; divides those of the role"
     )
-    context_parallel_size: int = Field(
-        1, ge=1, description="devices that compute the same rows, each a part of their tokens, for long rows; with "
+    context_parallel_size: Devices = Field(
+        1, description="devices that compute the same rows, each a part of their tokens, for long rows; with "
         "tensor_parallel_size, divides the role's",
     )  # fmt: skip
-    tensor_parallel_size: int = Field(
-        1, ge=1, description="devices that compute the same rows, each with a part of every layer; divides the role's"
+    tensor_parallel_size: Devices = Field(
+        1, description="devices that compute the same rows, each with a part of every layer; divides the role's"
     )
-    pipeline_parallel_size: int = Field(
-        1, ge=1, description="engine megatron: devices that compute the same rows, each with some of the layers; "
+    pipeline_parallel_size: Devices = Field(
+        1, description="engine megatron: devices that compute the same rows, each with some of the layers; "
         "divides the role's",
     )  # fmt: skip
     cpu_offload: bool = Field(
@@ -69,6 +71,11 @@ class FsdpConfig(Section):
     torch_compile: bool = Field(
         False, description="compile the decoder's layers: faster on a GPU, for some seconds in the first steps"
     )
+
+
+def optimizer_by_name(value: Any) -> Any:
+    """``{name: ...}`` of an optimizer's name or factory; anything else as it is."""
+    return {"name": value} if isinstance(value, str) or callable(value) else value
 
 
 class ModelConfig(Section):
@@ -85,7 +92,7 @@ class ModelConfig(Section):
     )  # fmt: skip
     use_lora: bool = Field(False, description="train low-rank adapters, the base stays frozen")
     load_in_4bit: bool = Field(False, description="4-bit base under the adapters (QLoRA)")
-    lora_r: int = Field(16, ge=1, description="rank of the adapters")
+    lora_r: int = Field(16, ge=1, le=2**16, description="rank of the adapters")
     lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / r; default: 2 * lora_r")
     lora_target_modules: str | list[str] = Field(
         "all-linear", examples=["all-linear", ["q_proj", "v_proj"]], description="modules that get an adapter"
@@ -96,7 +103,7 @@ class ModelConfig(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _optimizer_by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) or callable(value) else value
+        return optimizer_by_name(value)
 
 
 class CriticConfig(ModelConfig):
@@ -116,7 +123,7 @@ class RewardModelConfig(Section):
     """A Hugging Face sequence-classification model with its own tokenizer; its weights stay frozen."""
 
     model_name_or_path: ModelSource = Field(None, description="hub name, folder, or (from Python) a loaded module")
-    trainable: Literal[False] = Field(False, description="train it together with the policy")
+    trainable: Literal[False] = Field(False, description="false: its weights stay as they are while a policy learns")
     micro_batch_size: int = Field(16, ge=1, description="rows scored in one forward")
     max_length: int | None = Field(None, ge=2, description="tokens of question and answer; default: the model's limit")
     overlong: Literal["truncate", "error"] = Field(
@@ -124,6 +131,16 @@ class RewardModelConfig(Section):
     )
     dtype: Dtype = Field("auto", description="as the actor's")
     trust_remote_code: bool = Field(False, description="run the model's own code from the hub")
+
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _stays_frozen(cls, value: Any) -> Any:
+        if value is True:
+            raise ValueError(
+                "a reward model is trained by a run of its own (algorithm reward_model); what learns beside a policy "
+                "is prime's process_reward_model_config"
+            )
+        return value
 
 
 def reward_model_of(entry: Any) -> RewardModelConfig | None:

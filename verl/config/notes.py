@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from verl.config.algorithm import BUILT_IN, read_only_by
 from verl.config.batch_words import words_of
 from verl.config.devices import cores, devices_of, workers
@@ -144,10 +146,52 @@ def _warnings(cfg: RunConfig) -> list[str]:
                 f"{role}.fsdp_config.shard_size is {fsdp.shard_size}, which only HYBRID_SHARD reads; the strategy is "
                 f"{fsdp.sharding_strategy}"
             )
-    found += _of_devices(cfg)
+        steps, warmup = _optimizer_steps(cfg), model.optimizer.warmup_steps
+        if steps is not None and warmup >= steps:
+            found.append(
+                f"{role}.optimizer.warmup_steps is {warmup}, and the run has {_count(steps, 'optimizer step')}: lr is "
+                f"reached {'in the last one' if warmup == steps else 'in none'}"
+            )
+    found += [*_of_devices(cfg), *_unread(cfg), *_alarms(cfg)]
     if cfg.eval.every_steps and cfg.eval.dataset is None:
         found.append(f"eval.every_steps is {cfg.eval.every_steps} without eval.dataset: nothing is evaluated")
     return found
+
+
+def _optimizer_steps(cfg: RunConfig) -> int | None:
+    """Of the whole run, where the laps are known."""
+    if cfg.total_steps is None:
+        return None
+    return cfg.total_steps * (cfg.train_batch_size // cfg.mini_batch_size) * cfg.algorithm.update_epochs
+
+
+def _unread(cfg: RunConfig) -> Iterator[str]:
+    """Keys with a value of their own beside another that keeps them from being read."""
+    sections = {"": cfg, "algorithm.": cfg.algorithm, "eval.": cfg.eval}
+    samples = cfg.algorithm.recipe.samples
+    for section, key, without, missing in (
+        ("", "kl_horizon", "kl_target", samples and cfg.kl_target is None),
+        ("", "reward_default", "reward_failure default", samples and cfg.reward_failure != "default"),
+        ("algorithm.", "max_refills", "dynamic_sampling", samples and not cfg.algorithm.dynamic_sampling),
+        ("eval.", "limit", "eval.dataset", cfg.eval.dataset is None),
+        ("eval.", "columns", "eval.dataset", cfg.eval.dataset is None),
+    ):
+        value, field = getattr(sections[section], key), type(sections[section]).model_fields[key]
+        if missing and value != field.default:
+            yield f"{section}{key} is {value} without {without}: nothing reads it"
+
+
+def _alarms(cfg: RunConfig) -> Iterator[str]:
+    """Limits of metrics that the algorithm never logs."""
+    recipe, name = cfg.algorithm.recipe, cfg.algorithm.name
+    logged = dict.fromkeys(("reward", "extra", "kl", "rollout", "response", "generate", "correction"), recipe.samples)
+    logged |= {"critic": "values" in recipe.needs, "distill": "teacher" in recipe.needs, "sft": name == "sft"}
+    logged |= {"process_reward": "process_reward" in recipe.needs}
+    logged |= {"preference": recipe.pairs_sampled or recipe.data in ("pairs", "labelled")}
+    for key in ("alarms", "alarms_below"):
+        for metric in getattr(cfg.metrics, key) if name in BUILT_IN else ():
+            if not logged.get(metric.partition("/")[0], True):
+                yield f"metrics.{key} has a limit for {metric}, which {name} never logs"
 
 
 def _of_devices(cfg: RunConfig) -> list[str]:

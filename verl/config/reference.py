@@ -26,13 +26,15 @@ reward_fn: my_rewards:score
 ```
 
 - `verl train CONFIG key=value ...`: keys on the command line win over the file's. A dot goes into a section
-  (`algorithm.name=grpo`, `actor_model_config.optimizer.lr=3e-5`), values are YAML (`rollout.stop=['\\n']`).
+  (`algorithm.name=grpo`, `actor_model_config.optimizer.lr=3e-5`), values are YAML (`rollout.stop=['\\n']`). `key=null`
+  means the default; `key=` (an empty shell variable) is refused.
 - `verl train CONFIG --dry-run` judges the file, prints every key with its final value and what a step is made of.
 - Everything is judged before a model loads. All violations come in one message; each names the key, its value, the
   rule and settings that would be valid. An unknown key is an error that names the nearest known one.
 - `null` means "the default" where it isn't listed as a value of its own. `${other.key}` refers to another key and
-  `${oc.env:NAME}` to an environment variable. The resolved file is written to the run directory: no key holds a secret,
-  and none should be put there (tokens for a hub stay in the environment).
+  `${oc.env:NAME}` to an environment variable, as text; a number is `${oc.decode:${oc.env:SEED,3}}`, 3 where there is no
+  such variable. The resolved file is written to the run directory: no key holds a secret, and none should be put there
+  (tokens for a hub stay in the environment).
 - From Python the same keys are keyword arguments: `load_config("run.yaml", rollout_batch_size=16)`. There
   `model_name_or_path` also takes a loaded module, `reward_fn` functions, `dataset` a data set.
 

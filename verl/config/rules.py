@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +230,18 @@ def _algorithm(cfg: RunConfig) -> Iterator[Violation]:
             "algorithm.dynamic_sampling is true and group_size is 1: it replaces groups whose rows all got the same "
             "reward, and one row always did; group_size 2 or algorithm.dynamic_sampling false would fit",
         )
+    ranges = (
+        ("correction_floor", "correction_cap", ("icepop", "reject"), filled.correction, "keeps no token"),
+        ("covariance_low", "covariance_high", ("clip_cov",), algorithm.recipe.loss, "chooses no token"),
+    )
+    for lower, upper, readers, reader, outcome in ranges:
+        least, most = getattr(algorithm, lower), getattr(algorithm, upper)
+        if least > most and reader in readers:
+            yield Violation(
+                (f"algorithm.{lower}", f"algorithm.{upper}"),
+                f"algorithm.{lower} is {least:g}, above algorithm.{upper} {most:g}, so {reader} {outcome}; "
+                f"algorithm.{lower} {most:g} or algorithm.{upper} {least:g} would fit",
+            )
     low, high, both = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio
     clip_keys = ("algorithm.clip_ratio", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     fit = "algorithm.clip_ratio 0.2, or algorithm.clip_ratio_low 0.2 with algorithm.clip_ratio_high 0.28, would fit"
@@ -412,7 +425,7 @@ def _holds_adapter(model: ModelConfig) -> bool:
     """Whether training goes on with an adapter: of a folder, or of a loaded module."""
     source = model.model_name_or_path
     if isinstance(source, str):
-        return (Path(source) / "adapter_config.json").is_file()
+        return os.path.isfile(os.path.join(source, "adapter_config.json"))  # False for what is no path, too
     return hasattr(source, "peft_config")
 
 

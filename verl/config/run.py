@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -10,8 +10,9 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.devices import check_map
 from verl.config.engine import CheckpointConfig, ClusterConfig, EvalConfig, HybridConfig, MetricsConfig, RolloutConfig
 from verl.config.model import CriticConfig, ModelConfig, RewardModelConfig, reward_model_of
-from verl.config.section import DataSource, PathText, RewardSources, Section
+from verl.config.section import LONGEST, DataSource, PathText, RewardSources, Section
 
+Rows = Annotated[int, Field(ge=1, le=10**9)]  # a mistyped size is told at once
 DERIVED: Any = None  # the default of keys that load_config fills in
 
 
@@ -37,7 +38,9 @@ class RunConfig(Section):
         DERIVED, strict=False, examples=[[1.0], [1.0, 0.5]],
         description="one per reward, the reward model's is the last; default 1 each",
     )  # fmt: skip
-    reward_timeout: float | None = Field(60.0, gt=0, description="seconds that one row may take; null: no limit")
+    reward_timeout: float | None = Field(
+        60.0, gt=0, le=LONGEST, description="seconds that one row may take; null: no limit"
+    )
     reward_failure: Literal["error", "drop", "default"] = Field(
         "error", description="when a reward raises, times out or gives NaN: stop, leave the row out, or reward_default"
     )
@@ -60,26 +63,26 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the algorithm and its numbers")
 
     # batch words: rows, see docs/batch-words.md
-    rollout_batch_size: int = Field(
-        64, ge=1, description="rows sampled per rollout, a multiple of group_size; only where answers are sampled"
+    rollout_batch_size: Rows = Field(
+        64, description="rows sampled per rollout, a multiple of group_size; only where answers are sampled"
     )
-    train_batch_size: int = Field(
-        DERIVED, ge=1, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
+    train_batch_size: Rows = Field(
+        DERIVED, description="rows of one lap, a multiple of rollout_batch_size; default: rollout_batch_size"
     )
-    mini_batch_size: int = Field(
-        DERIVED, ge=1, description="rows of one optimizer step over all devices; default: micro_batch_size x "
+    mini_batch_size: Rows = Field(
+        DERIVED, description="rows of one optimizer step over all devices; default: micro_batch_size x "
         "gradient_accumulation_steps, else train_batch_size",
     )  # fmt: skip
-    micro_batch_size: int = Field(
-        DERIVED, ge=1, description="most rows in one forward on one device, memory only; default: the mini-batch's "
+    micro_batch_size: Rows = Field(
+        DERIVED, description="most rows in one forward on one device, memory only; default: the mini-batch's "
         "largest divisor up to 16",
     )  # fmt: skip
-    gradient_accumulation_steps: int = Field(
-        DERIVED, ge=1, description="micro-batches of one optimizer step over all devices; default: mini / micro"
+    gradient_accumulation_steps: Rows = Field(
+        DERIVED, description="micro-batches of one optimizer step over all devices; default: mini / micro"
     )
     max_tokens_per_micro_batch: int | None = Field(None, ge=1, description="token limit of one forward; null: none")
-    group_size: int = Field(
-        DERIVED, ge=1, description="responses per prompt; default: 8 where the baseline is the group's, else 1"
+    group_size: Rows = Field(
+        DERIVED, description="responses per prompt; default: 8 where the baseline is the group's, else 1"
     )
     num_rollout_workers: int = Field(
         1, ge=1, description="concurrent feeders of the rollout's engines, of which each of its devices has one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,6 +16,7 @@ from verl.config.section import Section
 
 Path = tuple[str, ...]
 _BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+FAR = 0.5  # names that are less alike than this share aren't named for each other
 _PLAIN_RULES: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 # Tried in order as examples of a valid setting, after the field's own examples and its default.
 _CANDIDATES = (True, False, 0.1, 0.5, 0.9, 1.5, 2.0, 1, 2, 8, "text")
@@ -55,6 +56,14 @@ def locate(loc: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None, tuple[in
     return tuple(map(str, loc)), field, ()
 
 
+def holds_keys(path: Path) -> bool:
+    """Whether a key is a section or another mapping, and nothing else."""
+    _, field, within = locate(path)
+    if field is None or within:
+        return False
+    return section_of(field) is not None or any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
+
+
 def rule(field: FieldInfo) -> str:
     """What a key allows, in words: ``an integer >= 1``, ``one of a, b``."""
     kinds = [k for k in _alternatives(field.annotation) if k is not type(None)]
@@ -88,7 +97,7 @@ def lists_its_values(field: FieldInfo) -> bool:
 
 
 def nearest_key(path: Path) -> str:
-    """The known key that an unknown one most likely meant, as a dotted path."""
+    """The known key that an unknown one most likely meant, as a dotted path; empty where none is like it."""
     known = [p for p, _ in every_key()]
     leaf = path[-1]
     elsewhere = [p for p in known if p[-1] == leaf]
@@ -101,8 +110,9 @@ def nearest_key(path: Path) -> str:
     initials = "".join(word[0] for word in leaf.split("_") if word)  # learning_rate: lr
     short = [p for p in known if p[-1] == initials]
     short.sort(key=lambda p: p[:-1] != path[:-1])
-    best = max(known, key=lambda p: difflib.SequenceMatcher(None, leaf, p[-1]).ratio())
-    return ".".join(short[0] if short else best)
+    alike = {p: difflib.SequenceMatcher(None, leaf, p[-1]).ratio() for p in known}
+    best = max(known, key=alike.__getitem__)
+    return ".".join(short[0] if short else best if alike[best] >= FAR else ())
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -122,7 +132,7 @@ def _kind_rule(kind: Any) -> str:
     if origin is Literal:
         names = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in args)
         return names if len(args) == 1 else f"one of {names}"
-    if origin in (list, tuple):
+    if origin in (list, tuple, Sequence):
         return f"a list, each {_kind_rule(args[0])}"
     if origin is Annotated:
         metadata = [m for mark in args[1:] for m in getattr(mark, "metadata", [mark])]

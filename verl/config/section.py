@@ -12,6 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+LONGEST = 1e9  # seconds; the system's own waits take not much more
+_LONGEST_NAME = 255  # bytes of a file's or folder's name
+
 
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors, types are not guessed, values never change afterwards."""
@@ -34,6 +37,12 @@ def _text(value: Any) -> Any:
         raise ValueError("must not be empty")
     if isinstance(value, str) and value.startswith("<"):
         raise ValueError("stands for a Python object, which a file can't hold: pass the object from Python again")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("holds a NUL character, which no name has")
+    if isinstance(value, str) and any(
+        len(part.encode(errors="surrogatepass")) > _LONGEST_NAME for part in value.split("/")
+    ):
+        raise ValueError(f"is too long for a name: a file's or folder's has at most {_LONGEST_NAME} bytes")
     return value
 
 

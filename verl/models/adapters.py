@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -24,7 +25,7 @@ CONFIG = "adapter_config.json"
 
 
 def is_adapter_folder(source: Any) -> bool:
-    return isinstance(source, str) and (Path(source) / CONFIG).is_file()
+    return isinstance(source, str) and os.path.isfile(os.path.join(source, CONFIG))  # False for what is no path, too
 
 
 def task_of(folder: str) -> str | None:

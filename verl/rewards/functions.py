@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from verl.config.errors import RequestError
 from verl.rewards import rules
@@ -20,6 +20,9 @@ from verl.rewards.calls import Outcome, RewardShapeError, Target, describe, load
 
 if TYPE_CHECKING:
     from verl.rewards.base import RewardRow
+
+
+_LONGEST = 1e9  # seconds; the system's own waits take not much more
 
 
 class Model(ABC):
@@ -114,14 +117,36 @@ def _rule(name: str, options: dict[str, Any], limit: float | None) -> RewardFunc
     if missing := [key for key, value in fixed.items() if value is inspect.Parameter.empty]:
         raise RequestError(f"reward rule {name!r} needs the option {', '.join(map(repr, missing))}")
     try:
+        _check_types(function, fixed)
         rules.CHECKS.get(name, lambda options: None)(fixed)
     except (ValueError, TypeError) as error:
         raise RequestError(f"reward rule {name!r}: {error}") from error
-    if limit is not None and fixed.get("timeout", 0.0) >= limit:
-        raise RequestError(f"reward rule {name!r}: timeout {fixed['timeout']:g} must be under reward_timeout {limit:g}")
+    most, whose = (_LONGEST, "") if limit is None else (limit, "reward_timeout ")
+    if fixed.get("timeout", 0.0) >= most:
+        raise RequestError(f"reward rule {name!r}: timeout {fixed['timeout']:g} must be under {whose}{most:g}")
     imports = () if package is None else (package,)
     target = Target(rules.__name__, name, imports) if name in rules.IN_WORKERS else None
     return RewardFunction(name, f"rule {name!r}", function, fixed, target)
+
+
+def _check_types(function: Callable, options: Mapping[str, Any]) -> None:
+    """``ValueError`` where an option is of another type than the rule's signature says: a text "no" would be true."""
+    from pydantic import (
+        ConfigDict,
+        TypeAdapter,
+        ValidationError,
+    )  # scoring processes import this module, and load light
+    from pydantic.fields import FieldInfo
+
+    from verl.config.schema import rule
+
+    types = get_type_hints(function, localns={"RewardRow": object})
+    for name, value in options.items():
+        try:
+            adapter = TypeAdapter[Any](types[name], config=ConfigDict(strict=True, allow_inf_nan=False))
+            adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{name} is {value!r}: must be {rule(FieldInfo.from_annotation(types[name]))}") from error
 
 
 def unique(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
@@ -151,7 +176,7 @@ def imported(spec: str, key: str) -> Callable:
                 f"{key} {spec!r}: no module {error.name!r} in {os.getcwd()} or among the installed ones"
             ) from error
         raise RequestError(f"{key} {spec!r}: importing {module} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end itself
         raise RequestError(f"{key} {spec!r}: importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         function = load(Target(module, path))

@@ -28,6 +28,8 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-
 
 def exact(response: str, answer: Any, *, ignore_case: bool = False) -> float:
     """1 where the response equals the answer, white space around both aside."""
+    if answer is None:
+        raise ValueError("the row has no answer")
     ours, theirs = response.strip(), str(answer).strip()
     return float(ours.casefold() == theirs.casefold() if ignore_case else ours == theirs)
 
@@ -103,6 +105,8 @@ def math(response: str, answer: Any) -> float:
 
     # both limits are off: they work by signals, and this process is stopped from outside instead
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn about that on every row
+    if answer is None:
+        raise ValueError("the row has no answer")
     text = str(answer)
     gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
     if not gold:
@@ -146,11 +150,16 @@ def _check_length(options: dict[str, Any]) -> None:
         raise ValueError(f"buffer {options['buffer']} must lie in 1..max_tokens")
 
 
+def _check_numeric(options: dict[str, Any]) -> None:
+    if options["tolerance"] < 0:
+        raise ValueError(f"tolerance {options['tolerance']} must be at least 0")
+
+
 IN_PROCESS: dict[str, Callable[..., float]] = {"exact": exact, "numeric": numeric, "format": format, "length": length}
 IN_WORKERS: dict[str, Callable[..., Any]] = {
     "regex": regex, "math": math, "code": code, "http": http, "reasoning_gym": reasoning_gym,
 }  # fmt: skip
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}  # what a rule imports when it runs
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {  # raise ValueError for options that can't work
-    "regex": _check_regex, "length": _check_length, "code": check_code, "http": check_http,
+    "numeric": _check_numeric, "regex": _check_regex, "length": _check_length, "code": check_code, "http": check_http,
 }  # fmt: skip

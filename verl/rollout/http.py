@@ -63,6 +63,7 @@ class Server:
     failures: int = 0  # in a row
     rests_until: float = 0.0
     weights: object | None = field(default_factory=object)  # another one with every load; None: it lost them
+    known: bool = False  # it has answered at least once
     met: bool = False  # False: the next two are to be asked
     model: str = ""  # as served
     longest: int | None = None  # tokens of prompt and response
@@ -298,6 +299,7 @@ class HttpEngine:
             raise Failed(f"{server.url} did not answer in time ({type(error).__name__})") from None
         except httpx.HTTPError as error:
             raise Failed(f"{server.url} can't be reached: {type(error).__name__}: {error}") from None
+        server.known = True
         if answer.is_success:
             try:
                 return answer.json()
@@ -427,7 +429,7 @@ class HttpEngine:
                 self._rest(server, problem)
             finally:
                 server.rows -= 1
-        raise RunError(f"{whose}{problem} ({self.retries + 1} attempts)")
+        raise self._gave_up(whose, problem)
 
     def _rest(self, server: Server, problem: str) -> None:
         """After a failure; those of rows that were under way together are one."""
@@ -438,6 +440,13 @@ class HttpEngine:
             server.rests_until = now + min(BACK_OFF * 2**server.failures, LONGEST)
             server.failures += 1
         server.met, server.tells = False, None  # it may be another one that comes back
+
+    def _gave_up(self, what: str, problem: str) -> RequestError | RunError:
+        """What the last attempt's failure is: where no server ever answered, the request is wrong."""
+        problem += f" ({self.retries + 1} attempts)"
+        if any(server.known for server in self.servers):
+            return RunError(what + problem)
+        return RequestError(f"{problem}; nothing ever answered there: start the server first, or correct rollout.url")
 
     def _tell(self, problem: str) -> None:
         """That a wait begins, and how long it is before the call fails."""
@@ -498,7 +507,7 @@ class HttpEngine:
                     if not number:
                         self._tell(problem)
                     await asyncio.sleep(min(BACK_OFF * 2**number, LONGEST) if number < self.retries else 0)
-            raise RunError(f"new weights are not everywhere: {problem} ({self.retries + 1} attempts)")
+            raise self._gave_up("new weights are not everywhere: ", problem)
 
         for result in await asyncio.gather(*(patiently(s) for s in self.servers), return_exceptions=True):
             if isinstance(result, BaseException):

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.tiny import f_bpe
 from verl.config.errors import DataError
 from verl.data.loader import PromptDataset
 from verl.data.sources import open_source
@@ -123,3 +124,37 @@ def test_a_hub_name_without_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="'someone/no-such-set' is no file or folder here, and the hub gave none"):
         len(PromptDataset("someone/no-such-set"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("short.jsonl.gz", gzip.compress(b'{"prompt": "ab"}\n' * 99)[:-20]),
+        ("corrupt.jsonl.gz", gzip.compress(bytes(range(256)) * 99)[:40] + b"\xff" * 60),
+        ("deep.json", b"[" * 100_000 + b"]" * 100_000),
+        ("digits.json", b'[{"prompt": "ab", "answer": ' + b"9" * 5000 + b"}]"),
+        ("half.json", b'[{"prompt": "\\ud800"}]'),
+        ("half.jsonl", b'{"prompt": "\\ud800"}\n'),
+        ("deep.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"),
+        ("digits.jsonl", b'{"prompt": "ab", "answer": ' + b"9" * 5000 + b"}\n"),
+        ("from.jsonl", b'{"conversations": [{"from": ["human"], "value": "ab"}]}\n'),
+        ("mark.jsonl", b'{"prompt": "\\n\\nHuman: a Assistant:"}\n'),
+        ("marks.jsonl", b'{"prompt": "\\n\\nHuman:Assistant:"}\n'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_that_are_damaged_or_strange_are_named(tmp_path, name, data):
+    """Some are prompts all the same; none ends in another error."""
+    (tmp_path / name).write_bytes(data)
+    try:
+        PromptDataset(str(tmp_path / name)).feed(f_bpe(template="plain"), max_prompt_length=64).take(1)
+    except DataError as error:
+        assert str(tmp_path / name) in str(error)
+    else:
+        assert name.startswith("mark")
+
+
+def test_a_folder_that_only_looks_like_a_saved_data_set_is_named(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"state\.json or dataset_dict\.json, but can't be read as one"):
+        PromptDataset(str(tmp_path)).feed(f_bpe(), max_prompt_length=8)

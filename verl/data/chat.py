@@ -207,7 +207,10 @@ def _asked(prompt: Turns) -> list[Message]:
 
 def is_dialogue(prompt: Turns) -> bool:
     """Whether it is a text in the plain form that leaves the assistant's turn open."""
-    return isinstance(prompt, str) and prompt.startswith(HUMAN) and prompt.rstrip().endswith(ASSISTANT.strip())
+    if not isinstance(prompt, str) or not prompt.startswith(HUMAN):
+        return False
+    *asked, last = dialogue(prompt)
+    return bool(asked) and last == {"role": "assistant", "content": ""}
 
 
 def dialogue(text: str) -> list[Message]:

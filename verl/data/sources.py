@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ def _open_loaded(loaded: Any) -> Source:
 def _choose_split(there: Sequence[str], wanted: str | None, name: str) -> str:
     chosen = wanted or ("train" if "train" in there else there[0] if len(there) == 1 else None)
     if chosen is None or chosen not in there:
+        if not any(there):
+            raise DataError(f"{name} has no splits: leave split out")
         splits = ", ".join(split for split in there if split)
         raise DataError(f"{name} has the splits {splits}; choose one: {{name: {name}, split: ...}}")
     return chosen
@@ -119,7 +122,12 @@ def _open_path(name: str, split: str | None, config: str | None, cache_dir: str 
 def _open_saved(path: Path, split: str | None) -> Source:
     import datasets
 
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{path} has a data set's state.json or dataset_dict.json, but can't be read as one: {error}"
+        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         loaded = loaded[_choose_split(list(loaded), split, str(path))]
     elif split is not None:
@@ -224,7 +232,7 @@ def _read_file(file: Path) -> Iterator[Row | Broken]:
                 yield from _read_json(stream.read(), file)
             else:
                 yield from _read_lines(stream, file)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{file} can't be read: {error}") from error
 
 
@@ -272,6 +280,8 @@ def read_line(line: str | bytes, where: str) -> Row | Broken:
         return Broken(f"{where}: not JSON ({error.msg} at column {error.colno})")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         return Broken(f"{where}: no text ({error.reason})")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+        return Broken(f"{where}: not to be read ({error})")
 
 
 def _read_json(text: str, file: Path) -> Iterator[Row | Broken]:
@@ -283,13 +293,17 @@ def _read_json(text: str, file: Path) -> Iterator[Row | Broken]:
             yield from _read_lines(text.split("\n"), file)
             return
         raise DataError(f"{file}, line {error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not to be read ({error})") from error
+    halves = "\\ud" in text.lower()  # of characters, which can't be tokenised
     if isinstance(whole, dict):
         lists = [value for value in whole.values() if isinstance(value, list)]
         whole = lists[0] if len(lists) == 1 and len(whole) == 1 else [whole]
     if not isinstance(whole, list):
         raise DataError(f"{file}: the JSON is a {type(whole).__name__}, not a list of rows")
     for number, row in enumerate(whole):
-        yield _as_row(row, f"{file}, row {number}")
+        where = f"{file}, row {number}"
+        yield read_line(json.dumps(row), where) if halves else _as_row(row, where)
 
 
 def _as_row(row: Any, where: str) -> Row | Broken:

@@ -48,7 +48,7 @@ def _listed(text: str) -> Any:
     except ValueError:
         return text
     is_message = [
-        isinstance(m, dict) and m.get("role", m.get("from")) in ROLES and ("content" in m or "value" in m)
+        isinstance(m, dict) and str(m.get("role", m.get("from"))) in ROLES and ("content" in m or "value" in m)
         for m in found
     ]
     return found if is_message and all(is_message) else text
@@ -59,7 +59,9 @@ def _message(raw: Any, name: str) -> Message:
         raise BadRow(f"{name} holds {type(raw).__name__} ({raw!r:.40}), not messages with role and content")
     message = {key: value for key, value in raw.items() if value is not None}  # Arrow writes absent keys as null
     if "from" in message and "value" in message:
-        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
+        said_by = message["from"]
+        message = {"role": SHAREGPT.get(said_by, said_by) if isinstance(said_by, str) else None,
+                   "content": message["value"]}  # fmt: skip
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         message["content"] = content = "".join(part["text"] for part in content)

@@ -307,6 +307,7 @@ def test_train_and_what_can_be_done_with_the_run(place, verl, model):
     assert code == 0 and "eval/accuracy" in out, err
     assert not (place / "none").exists()
     _refused(verl("eval", "train.yaml"), "eval.dataset")
+    _refused(verl("eval", "run"), "run is a folder", "verl export run OUT, then verl eval run/config.yaml")
 
 
 def test_an_exported_adapter_is_merged(place, verl):

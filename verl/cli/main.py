@@ -96,6 +96,12 @@ def evaluate(config: Config, overrides: Overrides = None) -> None:
     """Answer eval.dataset greedily with the model of CONFIG, and score the answers."""
     from verl.config.load import load_config
 
+    if config.is_dir():
+        raise RequestError(
+            f"{config} is a folder, not a configuration. What a run has trained is evaluated after its export: "
+            f"verl export {config} OUT, then verl eval {config / 'config.yaml'} "
+            "actor_model_config.model_name_or_path=OUT actor_model_config.use_lora=false"
+        )
     cfg = load_config(config, overrides or [])
     with quick_imports():
         from verl.cli.train import evaluate as run

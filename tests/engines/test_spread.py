@@ -94,6 +94,7 @@ class Case:
     model: str = "llama"
     kind: str = "policy"  # or value, shared, lora
     dtype: str = "float32"
+    compute_dtype: str | None = None
     cpu_offload: bool = False
     micro_rows: int = 6
     share_prompts: bool = True
@@ -117,6 +118,8 @@ def engine(case: Case) -> FsdpEngine:
     spread = {"mesh": mesh, "sharding": case.sharding, "context": context_group(layout)} if mesh else {}
     if case.cpu_offload:
         spread["cpu_offload"] = True
+    if mesh and case.compute_dtype:
+        spread["compute_dtype"] = getattr(torch, case.compute_dtype)
     torch.manual_seed(0)  # peft draws A from the global state
     module: Any = policy(MODELS[case.model](), getattr(torch, case.dtype), use_lora=case.kind == "lora", lora_r=3)
     if mesh:
@@ -124,6 +127,7 @@ def engine(case: Case) -> FsdpEngine:
     if case.kind == "shared":  # its backbone is spread by the actor's engine
         FsdpEngine(module, case.optimizer, None, case.recompute, **spread)
         module = SharedValue(module)
+        spread.pop("compute_dtype", None)
     elif case.kind == "value":
         module = Value(module.lm)
     return FsdpEngine(module, case.optimizer, None, case.recompute, compile_backend=case.compile_backend, **spread)
@@ -379,6 +383,18 @@ def test_bf16_parameters_train_on_fp32_masters(case):
     moved = [(t != start[n]).float().mean().item() for n, t in ranks[0]["shards"].items() if t.ndim == 2]
     assert all(t.dtype == torch.bfloat16 for t in ranks[0]["shards"].values())
     assert min(moved) > 0.1, "single steps of 1e-4 are below bf16's last digit of most weights"
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_fp32_shards_may_compute_in_bf16(sharding):
+    case = Case(sharding, compute_dtype="bfloat16")
+    (ours, _), exact = run(2, train, case), train(case)
+    assert {t.dtype for t in ours["shards"].values()} == {torch.float32}
+    for ours_, theirs in zip(ours["reports"], exact["reports"], strict=True):
+        assert ours_.grad_norm == pytest.approx(theirs.grad_norm, rel=0.1)
+        assert ours_.grad_norm != theirs.grad_norm
+    with pytest.raises(RequestError, match="compute_dtype"):
+        FsdpEngine(policy(f_llama()), ADAM, compute_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])

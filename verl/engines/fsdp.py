@@ -34,8 +34,10 @@ class FsdpEngine:
     is computed on one made-up row at zero weight, so that a rank without rows keeps step. Numbers don't depend on the
     mesh.
 
-    Parameters keep their dtype, and of bf16 ones the optimizer holds fp32 masters. So one process and
-    every sharding compute alike, and whoever reads the parameters (generation, publishing) finds them ready.
+    Parameters keep their dtype, and of bf16 ones the optimizer holds fp32 masters. That is the default because one
+    process and every sharding then compute alike, and whoever reads the parameters (generation, publishing) finds them
+    ready. ``compute_dtype`` is FSDP2's own way: parameters are fp32 and are rounded when they are gathered. It saves
+    the rounded copy and keeps the reduced gradient's digits, but only sharded parameters can be used so.
 
     Gradients are reduced over ranks once per optimizer step. The price under FSDP: with more than one micro-batch per
     step, each rank adds up a whole fp32 gradient before it is reduced.
@@ -48,6 +50,7 @@ class FsdpEngine:
             backward pass.
         mesh: the ranks that train this module (``sharding.device_mesh``); ``None``: this process alone.
         sharding: what each rank of the mesh holds.
+        compute_dtype: of sharded fp32 parameters while they compute; ``None``: their own.
         context: process group of the ranks that share this one's rows, each computing a run of their tokens
             (``context_parallel.context_group``); ``None``: this rank computes all tokens of its rows.
         cpu_offload: the optimizer's part in CPU memory (``Optimizer``).
@@ -65,6 +68,7 @@ class FsdpEngine:
         gradient_checkpointing: bool = False,
         mesh: DeviceMesh | None = None,
         sharding: Sharding = "FULL_SHARD",
+        compute_dtype: torch.dtype | None = None,
         context: Any = None,
         cpu_offload: bool = False,
         compile_backend: str | None = None,
@@ -76,7 +80,7 @@ class FsdpEngine:
         if not isinstance(module, SharedValue):
             prepare(module.backbone, gradient_checkpointing and trains, compile_backend)
         # before the optimizer: it holds this rank's part of each parameter
-        self.spread = Spread(module, mesh, sharding, context)
+        self.spread = Spread(module, mesh, sharding, compute_dtype, context)
         self.optimizer = None
         if trains:
             self.optimizer = Optimizer(

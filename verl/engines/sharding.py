@@ -52,7 +52,9 @@ def device_mesh(layout: Layout, device_type: str, replicas: int = 1, ranks: Sequ
     return DeviceMesh(device_type, torch.tensor(ranks).view(*kept.values()), mesh_dim_names=tuple(kept))
 
 
-def shard(module: Policy | Value | Scorer, mesh: DeviceMesh, strategy: Sharding) -> None:
+def shard(
+    module: Policy | Value | Scorer, mesh: DeviceMesh, strategy: Sharding, compute_dtype: torch.dtype | None
+) -> None:
     """FSDP2, in place: one group of parameters per decoder layer, and one of all others (embedding, norm, head).
 
     Tied embeddings are one parameter of the last group. That group belongs to ``module`` itself, so it is whole
@@ -63,7 +65,7 @@ def shard(module: Policy | Value | Scorer, mesh: DeviceMesh, strategy: Sharding)
         raise RequestError(f"{strategy} on a mesh of {' x '.join(names)}: HYBRID_SHARD, and only it, has replicas")
     data = mesh["replicate", "dp"] if "replicate" in names else mesh["dp"]
     # gradients of micro-batches add up, and are reduced over ranks, in float32
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     again = strategy != "SHARD_GRAD_OP"
     if isinstance(module, Value):  # its head is float32 whatever the backbone is, and a group has one dtype
         fully_shard(module.value_head, mesh=data, reshard_after_forward=again)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from verl.config.errors import RequestError
 from verl.engines.context_parallel import check_heads
 from verl.engines.sharding import Sharding, local, prove, read, shard, units
 from verl.engines.share import Share, of_all
@@ -33,10 +35,13 @@ class Spread:
         module: Policy | Value | SharedValue | Scorer,
         mesh: DeviceMesh | None,
         sharding: Sharding,
+        compute_dtype: torch.dtype | None,
         context: Any = None,
     ) -> None:
         self.mesh, self.sharding, self.context = mesh, sharding, context
         self.sharded = mesh is not None and sharding != "NO_SHARD" and not isinstance(module, SharedValue)
+        if compute_dtype is not None and not self.sharded:
+            raise RequestError("compute_dtype rounds sharded parameters; load the model in that dtype instead")
         self.ranks = 1
         self._module: nn.Module = module
         self._backbone: nn.Module = module.policy if isinstance(module, SharedValue) else module
@@ -56,7 +61,7 @@ class Spread:
         if self.sharded:
             assert not isinstance(module, SharedValue)
             unread = module.unread is not None
-            shard(module, mesh, sharding)
+            shard(module, mesh, sharding, compute_dtype)
             if unread:
                 read(module, mesh.device_type)
                 prove(module)

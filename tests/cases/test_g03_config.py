@@ -11,7 +11,7 @@ from verl.config.load import notes
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0])
 def test_temperature_zero_is_refused(temperature):
     text = refusal(rollout={"temperature": temperature})
-    assert f"rollout.temperature is {temperature}: must be a number > 0" in text
+    assert f"rollout.temperature is {temperature}: must be a number >= 0.0001" in text
     assert "no density to train on" in text
 
 

@@ -100,7 +100,7 @@ def growth(folder: str, in_parts: bool) -> float:
     reset.write_text("5")  # the highest so far is the present
     before = now("VmRSS")
     module = Policy(load_model(ModelConfig(model_name_or_path=folder), "cpu", torch.float32, in_parts))
-    shard(module, device_mesh(Layout(dp=dist.get_world_size()), "cpu"), "FULL_SHARD")
+    shard(module, device_mesh(Layout(dp=dist.get_world_size()), "cpu"), "FULL_SHARD", None)
     read(module, "cpu")
     assert next(module.parameters()).to_local().is_cpu
     return now("VmHWM") - before

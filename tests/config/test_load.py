@@ -393,3 +393,8 @@ cfg = load_config({str(readme_file)!r}); dump(cfg); notes(cfg)
 print([m for m in ("torch", "ray", "transformers", "numpy") if m in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_options_of_a_function_may_have_numbers_for_keys():
+    entry = {"name": "m:f", "table": {1: 0.5, 2: 1.0}}
+    assert load(reward_fn=entry).reward_fn == [entry]

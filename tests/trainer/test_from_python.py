@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,30 @@ def test_a_failed_step_closes_the_run(tiny: str, tmp_path: Path) -> None:
     other.close()
 
 
+def test_laps_before_a_failed_step_are_saved(tiny: str, tmp_path: Path) -> None:
+    broken: list[bool] = []
+
+    def sometimes(response_ids: list[int]) -> float:
+        if broken:
+            raise ValueError("a typo")
+        return low(response_ids)
+
+    keys: dict[str, Any] = {"run_dir": str(tmp_path / "a"), "num_rollout_steps": 4, "reward_fn": sometimes, **SHORT}
+    trainer = RLTrainer(tiny, **keys)
+    trainer.step(), trainer.step()
+    broken.append(True)
+    with pytest.raises(RunError, match="a typo"):
+        trainer.step()
+    broken.clear()
+    assert RLTrainer(tiny, resume=True, **keys).train().step == 4
+    assert steps(tmp_path / "a") == [1, 2, 3, 4]
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    keys |= {"checkpoint": {"every_steps": 1}}
+    with pytest.raises(RequestError, match="is a disk not mounted"):
+        RLTrainer(tiny, resume=True, **keys).train()
+    assert steps(tmp_path / "a") == [1, 2, 3, 4]
+
+
 def best_of(scores: Tensor, group: Tensor) -> Tensor:
     """The script's own."""
     advantages = torch.zeros_like(scores)
@@ -150,3 +175,15 @@ def test_held_out_rows_have_what_rewards_ask_for(config: Any) -> None:
     run = Run(config(reward_fn="exact", eval={"dataset": held_out}), console=False)
     with run, pytest.raises(RequestError, match=r"eval\.dataset: .*answer"):
         run.prepare()
+
+
+def test_some_held_out_rows_may_lack_a_column(config: Any) -> None:
+    held_out = [{"prompt": "xa"}, {"prompt": "xb", "answer": "b"}]
+    keys = {"dataset": PROMPTS, "reward_fn": "tests.trainer.test_from_python:judged", "eval": {"dataset": held_out}}
+    with Run(config(total_steps=1, **keys), console=False) as run:
+        run.prepare()
+        assert run.train().step == 1
+
+
+def judged(response: str, answer: str | None) -> float:
+    return float(answer is None)

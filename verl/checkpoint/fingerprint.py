@@ -59,7 +59,7 @@ def _code(cfg: RunConfig) -> dict[str, str]:
     found = {}
     for key, spec in (*specs, ("rollout.environment", cfg.rollout.environment)):
         module, _, name = spec.partition(":") if isinstance(spec, str) else ("", "", "")
-        if name and (file := _file(module)):
+        if name and (file := _file(module)) and file.is_file():
             found[f"{key} {spec}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
 

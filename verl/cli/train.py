@@ -13,7 +13,6 @@ from rich.table import Table
 from verl.checkpoint.store import Checkpoint
 from verl.config.errors import RequestError
 from verl.config.run import RunConfig
-from verl.metrics.sinks import last_step
 from verl.trainer.base import AllDone, Run, Summary
 from verl.trainer.evaluation import Answer
 from verl.trainer.folder import holds_run, quoted
@@ -41,20 +40,14 @@ def resume(cfg: RunConfig, *, allow_changes: bool = False, as_it_was: bool = Fal
     """Continue from the latest checkpoint, or from the start where none was ever saved; the exit status. ``as_it_was``:
     nothing else was asked for, so of a run that is done already that is told, and no error."""
     run = Run(cfg)
-    if not run.store.empty:
+    if (last := run.last()) is not None:
         try:
-            return _train(run, run.store.load(), allow_changes=allow_changes)
+            return _train(run, last, allow_changes=allow_changes)
         except AllDone as told:
             if not as_it_was:
                 raise
             Console().print(str(told), highlight=False, soft_wrap=True)
             return 0
-    done, every = last_step(run.folder / "metrics.jsonl"), cfg.checkpoint.every_steps
-    if every and done > 2 * every:  # no third save begins before the first has ended
-        raise RequestError(
-            f"{run.store.root} holds no checkpoint, but {run.folder} has metrics of {done} steps, and one was due "
-            f"every {every}: is a disk not mounted? To start anew: verl train {run.folder / 'config.yaml'} --overwrite"
-        )
     Console().print(f"{run.store.root} holds no checkpoint yet: from the start", highlight=False)
     return _train(run, None)
 

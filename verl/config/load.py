@@ -116,7 +116,9 @@ def _check_keys(raw: Any, where: str, within: str = "") -> None:
                 f"{where}{_shown(key)}{f' in {within}' if within else ''} is no key: keys are text (YAML reads on, yes "
                 "and no as true and false); put it in quotes"
             )
-        _check_keys(value, where, f"{within}.{key}" if within else key)
+        name = f"{within}.{key}" if within else key
+        if schema.section_of(schema.locate(tuple(name.split(".")))[1]) is not None:  # other mappings are its reader's
+            _check_keys(value, where, name)
 
 
 def _plain_sections(value: Any) -> Any:

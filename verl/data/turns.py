@@ -45,7 +45,7 @@ def _listed(text: str) -> Any:
         return text
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     is_message = [
         isinstance(m, dict) and str(m.get("role", m.get("from"))) in ROLES and ("content" in m or "value" in m)

@@ -265,9 +265,9 @@ class Rewards:
 def total(parts: Sequence[float]) -> float:
     """Their sum to twelve digits of the largest: 0.1 + 0.2 is 0.3. Rows whose totals are compared, in pairs and groups,
     must not differ by rounding."""
-    largest = max(map(abs, parts))
-    if len(parts) == 1 or not largest or math.isinf(largest):
-        return sum(parts)
+    largest, plain = max(map(abs, parts)), sum(parts)
+    if len(parts) == 1 or not largest or not math.isfinite(plain):
+        return plain
     return round(math.fsum(parts), 12 - math.ceil(math.log10(largest)))
 
 

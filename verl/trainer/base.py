@@ -44,6 +44,7 @@ from verl.metrics.sinks import (
     PrometheusSink,
     SampleWriter,
     TensorBoardSink,
+    last_step,
 )
 from verl.models.factory import load_tokenizer, resolve_dtype
 from verl.runtime.collect import SHOWN, Collected, Sampler
@@ -147,7 +148,8 @@ class Run:
             self._await(crew.each("check_rewards", {scorer: (fields,)}))
             if isinstance(self.held_out, Prompts):
                 try:
-                    self._await(crew.each("check_rewards", {scorer: (set(self.held_out[0].fields),)}))
+                    there = set().union(*(row.fields for row in self.held_out))
+                    self._await(crew.each("check_rewards", {scorer: (there,)}))
                 except RequestError as error:
                     raise RequestError(f"eval.dataset: {error}") from error
         self.controller = Controller(cfg, self.plan, crew, self.feed)
@@ -439,12 +441,13 @@ class Run:
             except DataError as error:  # of the next lap's rows: what is trained is sound
                 if self.controller.failed:
                     raise
-                self._save_at_end()
+                self.save_at_end()
                 raise type(error)(f"{error}. {self.store.standing()}") from error
-        self._save_at_end()
+        self.save_at_end()
         return last
 
-    def _save_at_end(self) -> None:
+    def save_at_end(self) -> None:
+        """What was trained, unless it is saved already or not to be trusted."""
         self._more = False
         self._end_save()
         if self.controller.step > 0 and self.store.latest() != self.controller.step:
@@ -498,6 +501,20 @@ class Run:
         (``checkpoint.save``)."""
         self._save(beside=False)
         return self.store.folder(self.controller.step)
+
+    def last(self) -> Checkpoint | None:
+        """The checkpoint to go on from; None where none was ever saved. ``RequestError`` where metrics say that one
+        was."""
+        if not self.store.empty:
+            return self.store.load()
+        done, every = last_step(self.folder / "metrics.jsonl"), self.cfg.checkpoint.every_steps
+        if every and done > 2 * every:  # no third save begins before the first has ended
+            raise RequestError(
+                f"{self.store.root} holds no checkpoint, but {self.folder} has metrics of {done} steps, and one was "
+                f"due every {every}: is a disk not mounted? To start anew: verl train {self.folder / 'config.yaml'} "
+                "--overwrite"
+            )
+        return None
 
     def _save(self, *, beside: bool) -> None:
         """``beside``: it is written while training goes on, from copies."""

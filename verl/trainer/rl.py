@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -113,7 +114,7 @@ class RLTrainer:
                     "replace it with overwrite=True"
                 )
             run = Run(cfg, self.flow)
-            last = run.store.load() if self._resume and not run.store.empty else None
+            last = run.last() if self._resume else None
             if last is None:
                 self._before_run(cfg)
             try:
@@ -121,6 +122,8 @@ class RLTrainer:
             except BaseException:
                 run.close()
                 raise
+            if self._resume and last is None:
+                run.say("there is no checkpoint yet: from the start")
             self._run, self._config = run, cfg
             self._overwrite = False  # what lies there from now on is this trainer's own run
         return self._run
@@ -129,10 +132,14 @@ class RLTrainer:
         """What must be there before the run is prepared; a subclass may add to it."""
 
     def step(self) -> dict[str, float | None]:
-        """One lap (rollout, reward, update); its metrics. A failure closes the trainer."""
+        """One lap (rollout, reward, update); its metrics. A failure closes the trainer, after a save of the laps
+        before it."""
         try:
             result: LapResult = self.run.step()
         except Exception:
+            with contextlib.suppress(Exception):  # what failed first is told
+                if self._run is not None and not self._run.controller.failed:  # finished laps are sound
+                    self._run.save_at_end()
             self.close()
             raise
         return result.metrics

@@ -188,7 +188,7 @@ class ActorWorker:
                 }  # fmt: skip
                 if on_policy:
                     gap = select((logprobs - sampled).abs(), mask).double()
-                    stats |= {"gap": gap.sum(), "gap_max": gap.max()}
+                    stats |= {"gap": gap.sum(), "gap_max": gap.max() if len(gap) else 0.0}
                 if "ref_logprobs" in micro:
                     kl = kl_estimate(old, _values(micro, "ref_logprobs"), mask, algorithm.kl_estimator)
                     stats["kl"] = kl.sum()

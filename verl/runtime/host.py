@@ -417,13 +417,7 @@ class Host:
                 stack.callback(self.workers.close)
 
     def _end_loop(self) -> None:
-        async def cancel() -> None:
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(cancel_others(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -486,6 +480,14 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except ExceptionGroup as failures:  # Python 3.11.2 would wrap what is raised in an except*
         raise failures.exceptions[0] from None
+
+
+async def cancel_others() -> None:
+    """All that the running loop does beside the caller has ended when this returns."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 async def gather(tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from verl.runtime.host import cancel_others
+
 T = TypeVar("T")
 
 
@@ -37,14 +39,7 @@ class Loop:
 
     def close(self) -> None:
         """Cancel what still runs, after a failure for instance, and end."""
-
-        async def cancel() -> None:
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-        self.wait(cancel())
+        self.wait(cancel_others())
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -192,9 +192,9 @@ class Bench:
                 crowded = kind == "actor" and len(devices) == 1 and self.args.kind == "cuda"
                 adam = {"name": "adamw8bit" if crowded else "adamw", "lr": 1e-6}
                 told = self.run(
-                    f"save-{kind}", shape, 4, algorithm={"name": "grpo"}, group_size=8, device_map={"actor": devices},
+                    f"save-{kind}", shape, 16, algorithm={"name": "grpo"}, group_size=8, device_map={"actor": devices},
                     actor_model_config={"model_name_or_path": self.model(shape), "optimizer": adam},
-                    checkpoint={"every_steps": 2, "save": kind, "keep": 1},
+                    checkpoint={"every_steps": 8, "save": kind, "keep": 1},
                 )  # fmt: skip
             except Exception:
                 self.line(f"{kind + ' of ' + shape:<28} failed: {traceback.format_exc()}")

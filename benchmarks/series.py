@@ -60,7 +60,7 @@ SETS: dict[str, list[Job]] = {
             "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock --repeats 1 --ragged-rows 0",
         ),
         Job("vllm-contract", 300, VTEST + " tests/rollout/test_vllm.py"),
-        Job("gpu-tests", 400, TEST.replace(" -x", "") + " tests/gpu", toy=""),
+        Job("gpu-tests", 400, TEST.replace(" -x", "") + " tests/gpu tests/checkpoint/test_snapshot.py", toy=""),
         Job("update", 400, "{py} benchmarks/train_mfu.py --cases 1.5b 1.5b-recompute --compile on --steps 2"),
         Job("memory", 400, "{py} benchmarks/memory.py"),
         Job(
@@ -145,7 +145,8 @@ class Series:
         gpus = [] if self.args.toy else [self.free.pop(0) for _ in range(job.gpus)]
         scratch = tempfile.TemporaryDirectory(prefix="series-")
         log = self.args.out / f"{job.name}.log"
-        environment = os.environ | {"TMPDIR": scratch.name, "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # where it isn't installed
+        environment = os.environ | {"TMPDIR": scratch.name, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         environment |= {} if self.args.toy else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         with log.open("wb") as told:
             process = subprocess.Popen(

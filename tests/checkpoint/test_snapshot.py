@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from verl.checkpoint.snapshot import snapshot
+from verl.checkpoint import snapshot as module
+from verl.checkpoint.snapshot import Room, snapshot
 
 
 def test_training_does_not_change_a_snapshot():
@@ -17,10 +20,45 @@ def test_training_does_not_change_a_snapshot():
     assert copies["head"] is copies["embed"] and copies["embed"].eq(1).all() and copies["view"].eq(1).all()
     assert copies["turned"].is_contiguous() and copies["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert copies["none"].shape == (0, 2) and not any(c.requires_grad for c in copies.values())
-    memory = torch.empty(2)
-    assert [t.tolist() for t in snapshot((str(i), memory.fill_(i)) for i in range(2)).values()] == [[0, 0], [1, 1]]
     with pytest.raises(TypeError, match="'w' can't be saved"):
         snapshot({"w": torch.zeros(1, device="meta")})
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8
+
+
+def mixed(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of many sizes and dtypes; one is larger than a chunk of the test below."""
+    found = {f"{n}": torch.randint(0, 2, (n,), device=device).to(DTYPES[n % 5]) for n in (0, 1, 3, 512, 513, 4000, 99)}
+    return found | {"turned": torch.randn(7, 5, device=device).t(), "scalar": torch.tensor(2.5, device=device)}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_copies_lie_in_a_room_made_before_and_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setattr(module, "CHUNK", 2048)
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    tensors = mixed(device)
+    room = Room(tensors, device)
+    places = []
+    for _ in range(2):
+        expected = {name: t.clone().cpu() for name, t in tensors.items()}
+        copies = snapshot(tensors, room)
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert copies.keys() == expected.keys() and all(torch.equal(copies[n], t) for n, t in expected.items())
+        assert all(c.is_contiguous() and c.shape == tensors[n].shape for n, c in copies.items())
+        assert kind == "cpu" or all(c.is_pinned() for c in copies.values() if c.numel())
+        spans = sorted((c.data_ptr(), c.data_ptr() + c.nbytes) for c in copies.values() if c.numel())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        places.append([c.data_ptr() for c in copies.values() if c.numel()])
+        tensors = {name: torch.ones_like(t) for name, t in tensors.items()}
+    assert places[0] == places[1]
+    other = snapshot({"513": torch.ones(514, device=device), "new": torch.ones(3, device=device)}, room)
+    assert other["513"].shape == (514,) and other["513"].eq(1).all() and other["new"].eq(1).all()
+    assert not {c.data_ptr() for c in other.values()} & set(places[0])
+    room.close(), room.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

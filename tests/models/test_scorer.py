@@ -19,7 +19,7 @@ from verl.config.model import ModelConfig, OptimizerConfig, RewardModelConfig
 from verl.data.pairs import encode_completions
 from verl.engines.fsdp import FsdpEngine
 from verl.models.factory import load_model, load_scorer
-from verl.models.packing import pack
+from verl.models.packing import pack, set_attention
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
 from verl.rewards.base import RewardRow
@@ -72,7 +72,7 @@ def test_packed_scores_equal_the_plain_model_s_row_by_row(family, shared):
     ours = scorer(FAMILIES[family]().eval())
     data = batch(shared)
     out = FsdpEngine(ours, OptimizerConfig()).forward(data, [[1, 3], [0, 2]], SCORES, 1.0)["scores"]
-    ours.lm.set_attn_implementation("eager")
+    set_attention(ours.lm, "eager")
     ours.lm.config.pad_token_id = None
     assert out.values.dtype == torch.float32
     for p, r, got in zip(data.ragged("prompt_ids").rows(), data.ragged("response_ids").rows(), out.rows(), strict=True):

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from verl.checkpoint import parts
+from verl.checkpoint.snapshot import Room
 from verl.config.errors import RunError
 from verl.runtime import host
+from verl.runtime.host import Host
 from verl.trainer.base import Run
 
 EVERY = {"every_steps": 1, "keep": 4}
@@ -47,6 +49,35 @@ def test_laps_go_on_beside_a_save_and_it_holds_the_weights_of_its_step(config, m
         assert run.store.steps() == [1, 3] and late[0] == 2
         assert same(run.store.load(1).tensors("actor"), first)
         assert same(run.store.load(3).tensors("actor"), weights(run))
+
+
+def test_memory_for_copies_is_got_after_the_first_lap_and_used(config, monkeypatch):
+    """As on a GPU; a save that nothing goes on beside takes none."""
+    made, found = [], []
+    place = Room.place
+    monkeypatch.setattr(Room, "place", lambda room, name, t: found.append(place(room, name, t)) or found[-1])
+
+    def make_room(self, whole):
+        made.append(run.controller.step)
+        self._compute(lambda: self._make_room(whole))
+
+    monkeypatch.setattr(Host, "make_room", make_room)
+    with Run(config(total_steps=6, checkpoint={"every_steps": 2, "keep": 4}), console=False) as run:
+        run.prepare()
+        run._more = True
+        run.step(), run.step()
+        second = weights(run)
+        run.train()
+        assert made == [1] and len(found) > 2 * len(second) and all(t is not None for t in found)
+        assert len({t.data_ptr() for t in found}) == len(found) / 2  # of steps 2 and 4
+        assert same(run.store.load(2).tensors("actor"), second)
+        assert same(run.store.load(6).tensors("actor"), weights(run))
+
+    made.clear()
+    with Run(config(total_steps=2, checkpoint={"every_steps": 2}), console=False) as run:
+        run.prepare()
+        run.train()
+    assert not made
 
 
 def test_weights_that_may_be_lost_are_not_saved(config, monkeypatch, caplog):

@@ -26,7 +26,7 @@ from verl.config.model import ModelConfig
 from verl.models import unread
 from verl.models.adapters import base_of, is_adapter_folder, task_of, with_adapter
 from verl.models.decoder import adapted, base_model
-from verl.models.packing import ATTENTION
+from verl.models.packing import ATTENTION, set_attention
 from verl.models.probe import probe
 from verl.models.quantize import four_bit, is_four_bit, keep_gradients, warn_of_stacks
 from verl.models.scorer import HEAD, is_scorer, mark, new_head
@@ -199,7 +199,7 @@ def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: t
 
 def packed_attention(base: PreTrainedModel) -> None:
     """From now on the model computes on packed rows; ``RequestError`` where its attention can't be replaced."""
-    base.set_attn_implementation(ATTENTION)
+    set_attention(base, ATTENTION)
     if base.config._attn_implementation != ATTENTION:
         raise RequestError(
             f"{type(base).__name__} doesn't let its attention be replaced, so it can't compute on packed rows"

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from verl.batch import Ragged
 
@@ -323,6 +323,13 @@ def pack(prompts: Ragged, responses: Ragged, groups: Sequence[int] | None = None
     return Packed(
         torch.cat(ids), torch.cat(positions), Ragged(torch.cat(predict), responses.lengths), q_lengths, k_spans
     )
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Let ``model`` attend by the function that transformers knows under ``name``, if it can be changed."""
+    for part in model.modules():  # before transformers 5.18 a backbone's copy of the configuration isn't reached
+        if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config):
+            part.set_attn_implementation(name)
 
 
 def last_hidden(backbone: torch.nn.Module, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:

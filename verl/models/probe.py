@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.models.decoder import base_model
-from verl.models.packing import ATTENTION, AttentionOptions, Packed, last_hidden, pack
+from verl.models.packing import ATTENTION, AttentionOptions, Packed, last_hidden, pack, set_attention
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer, is_scorer
 
@@ -59,7 +59,7 @@ def probe(lm: nn.Module) -> None:
             raise RequestError(f"{type(base).__name__} does not compute on packed rows: {error}") from error
         hidden = hidden[packed.predict.values]
         ours = model.logits(hidden) if isinstance(model, Policy) else hidden.float()
-        base.set_attn_implementation("eager")
+        set_attention(base, "eager")
         try:
             parts = []
             for r in responses:
@@ -70,7 +70,7 @@ def probe(lm: nn.Module) -> None:
                     parts.append(backbone(input_ids=ids, use_cache=False).last_hidden_state)
             theirs = torch.cat([part[0, PROMPT - 1 : -1] for part in parts]).float()
         finally:
-            base.set_attn_implementation(ATTENTION)
+            set_attention(base, ATTENTION)
     _check_windows(base, config, watched.windows)
     gap = ((ours - theirs).norm() / (theirs - theirs.mean(-1, keepdim=True)).norm()).item()
     tolerance = 1e-3 if embeddings.weight.dtype == torch.float32 else 0.15  # bf16 rounds twice along different ways

@@ -477,6 +477,10 @@ class Controller:
         self.source.restore(state)
         self.kl.restore(state["kl"])
 
+    async def make_room(self, whole: bool) -> None:
+        """Every host gets memory for the copies of ``snapshot``, while training goes on."""
+        await self.crew.everywhere("make_room", whole)
+
     async def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """Every host notes its part of a checkpoint; what of the optimizers is plain JSON."""
         facts: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.batch import Batch, Ragged
 from verl.checkpoint.export import model_files
 from verl.checkpoint.parts import write_parts
-from verl.checkpoint.snapshot import snapshot
+from verl.checkpoint.snapshot import Room, snapshot
 from verl.checkpoint.store import Checkpoint
 from verl.checkpoint.tensorfile import Pieces
 from verl.cluster.group import Context
@@ -75,6 +75,7 @@ class Host:
         self.workers: Workers | None = None
         self._laps: dict[int, Shelf] = {POOL: Shelf()}
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # a checkpoint's parts and files
+        self._rooms: dict[str, Room] = {}  # for copies of its parts
         self._utilisation = UtilisationMeter(self.device)
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="verl-fetch")
         self._loop = asyncio.new_event_loop()
@@ -344,6 +345,17 @@ class Host:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def make_room(self, whole: bool) -> None:
+        """Get host memory for the copies of ``snapshot`` while training goes on, and keep it; on a GPU's host."""
+        if self.device.type == "cuda":
+            self._compute(lambda: self._make_room(whole))
+
+    def _make_room(self, whole: bool) -> None:
+        self._snapshot(False, whole)
+        (parts, _), self._unwritten = self._unwritten, ({}, {})
+        for name, part in parts.items():
+            self._rooms[name] = Room(part.tensors if isinstance(part, Pieces) else part, self.device)
+
     def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes
         on before it is written. ``whole``: everything that is trained, with its optimizer; else the policy alone."""
@@ -364,13 +376,13 @@ class Host:
             for part, pieces in named.items():
                 held = list(pieces)
                 tensors = {piece.name: piece.tensor for piece in held}
+                own = part if len(ranks) == 1 else f"{part}_{number}"
                 if copy:
-                    tensors = snapshot(tensors)
+                    tensors = snapshot(tensors, self._rooms.get(own))
                 if len(ranks) == 1:
-                    parts[part] = tensors
+                    parts[own] = tensors
                 elif held or not number:
-                    boxes = {piece.name: (piece.shape, piece.start) for piece in held}
-                    parts[f"{part}_{number}"] = Pieces(tensors, boxes)
+                    parts[own] = Pieces(tensors, {piece.name: (piece.shape, piece.start) for piece in held})
             if not number:
                 facts[name] = scalars
             if name == "actor" and not number:
@@ -413,6 +425,8 @@ class Host:
             stack.callback(self._end_loop)
             stack.callback(self._utilisation.close)
             stack.callback(self._fetches.shutdown, cancel_futures=True)
+            for room in self._rooms.values():
+                stack.callback(room.close)
             if self.workers is not None:
                 stack.callback(self.workers.close)
 

@@ -94,6 +94,7 @@ class Run:
         self._stopping: asyncio.Task[None] | None = None
         self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
+        self._roomy = False  # whether the hosts have memory for copies to save
         self._allow_changes = False
         self._bad = ""  # why the last lap's weights aren't trusted
         self._owed = False  # whether a save was left out for that
@@ -324,11 +325,16 @@ class Run:
         every = self.cfg.eval.every_steps
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
         saves = (self._save_due(step) or self._owed) and step < self.total_steps
-        more = self._more and step < self.total_steps and self._stop is None and not (evaluates or saves)
+        makes_room = not self._roomy and self._saves_beside(step)
+        alone = evaluates or saves or makes_room  # the hosts are asked for something after this lap
+        more = self._more and step < self.total_steps and self._stop is None and not alone
         drawn = None if isinstance(self.controller.source, Sampler) else self.feed.state()
         result = self._lap(step, more=more, fresh=saves)
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
+        if makes_room:  # the optimizer has a state now
+            self._await(self.controller.make_room(self.cfg.checkpoint.save == "global"))
+            self._roomy = True
         self._first = self._first or result.metrics
         if evaluates:
             result.metrics |= self.evaluate().metrics
@@ -395,6 +401,13 @@ class Run:
         late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return late or bool(every and step % every == 0)
 
+    def _saves_beside(self, step: int) -> bool:
+        """Whether one of the saves from ``step`` on will be beside training."""
+        cfg = self.cfg.checkpoint
+        every = cfg.every_steps or self.total_steps
+        due = cfg.every_minutes is not None or -(-step // every) * every < self.total_steps
+        return due and cfg.beside_training and self._more
+
     def _explain(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """At DEBUG: whether trainer and sampler agree, and where the step's time went."""
         agree = ("rollout/logprob_diff_max", "policy/ratio_max", "kl/mean")
@@ -460,6 +473,7 @@ class Run:
         """New workers, which go on from the last checkpoint, or from the start where there is none."""
         log.warning(why)
         self.close()
+        self._roomy = False
         checkpoint = self.store.load() if self.store.latest() is not None else None
         self.prepare(checkpoint, allow_changes=self._allow_changes)
         log.warning("new workers go on after step %d", self.controller.step)

@@ -17,6 +17,7 @@ from tests.rollout_contract import ask, collect, requests  # noqa: E402
 from tests.tiny import EOS, f_llama  # noqa: E402
 from verl.batch import Ragged  # noqa: E402
 from verl.config.errors import RunError  # noqa: E402
+from verl.models.adjacent import put_together  # noqa: E402
 from verl.models.packing import ATTENTION, pack  # noqa: E402
 from verl.models.policy import Policy  # noqa: E402
 from verl.rollout.base import Request, Sampling  # noqa: E402
@@ -34,7 +35,9 @@ class Plain(NativeEngine):
 
 def engine_of(lm, eos=frozenset({EOS}), max_rows=64, tokenizer=None, dtype=torch.float32, kind=NativeEngine):
     lm.set_attn_implementation(ATTENTION)
-    return kind(Policy(lm.to("cuda", dtype)), eos, max_rows, tokenizer)
+    lm.to("cuda", dtype)
+    put_together(lm)
+    return kind(Policy(lm), eos, max_rows, tokenizer)
 
 
 def captured(engine: NativeEngine) -> int:

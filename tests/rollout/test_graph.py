@@ -26,6 +26,7 @@ from tests.rollout.plain import stand_in
 from tests.rollout_contract import PROMPTS, ask, requests
 from tests.tiny import EOS, f_gpt2, f_llama
 from verl.config.errors import RunError
+from verl.models.adjacent import put_together
 from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
 from verl.rollout.base import Response, Sampling
@@ -107,9 +108,12 @@ def test_tokens_are_those_of_the_other_path(kind: str, interpreted: bool, monkey
         lm.base_model.model.set_attn_implementation(ATTENTION)
     answers = []
     for fused in (True, False):
-        engine = engine_of(copy.deepcopy(lm), max_rows=3, fused=fused) if kind != "lora" else None
+        own = copy.deepcopy(lm)
+        if fused:  # as models on a GPU are, before they have adapters
+            put_together(own)
+        engine = engine_of(own, max_rows=3, fused=fused) if kind != "lora" else None
         if engine is None:
-            engine = (Fused if fused else NativeEngine)(Policy(copy.deepcopy(lm)), frozenset({EOS}), 3)
+            engine = (Fused if fused else NativeEngine)(Policy(own), frozenset({EOS}), 3)
         assert (engine._decode_step() is not None) == fused
         n = 3 if interpreted else 8
         answers.append(ask(engine, asked, Sampling(max_new_tokens=n, seed=1, temperature=0.9)))

@@ -56,6 +56,7 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate, up = normal(7, 333, dtype=dtype) * 3, normal(7, 333, dtype=dtype)
     bits_alike(kernels.silu_mul(gate, up), F.silu(gate) * up)
+    bits_alike(kernels.silu_mul(*torch.cat([gate, up], -1).split(333, -1)), F.silu(gate) * up)
 
 
 def table_of(prompts: list[torch.Tensor], responses: list[torch.Tensor]) -> torch.Tensor:
@@ -66,16 +67,19 @@ def table_of(prompts: list[torch.Tensor], responses: list[torch.Tensor]) -> torc
 
 @TYPES
 @pytest.mark.parametrize("norm", [False, True])
-def test_rotate_store(dtype: torch.dtype, norm: bool) -> None:
+@pytest.mark.parametrize("joint", [False, True])
+def test_rotate_store(dtype: torch.dtype, norm: bool, joint: bool) -> None:
     """Three query heads and two of keys, rows at ragged places; a row without a slot writes nothing."""
     torch.manual_seed(0)
     dim, slots, length = 16, 6, 9
     config = Qwen3Config(head_dim=dim, num_attention_heads=3, num_key_value_heads=2)
     rotary, positions = Qwen3RotaryEmbedding(config).to(DEVICE), torch.tensor([0, 7, 123, 4], device=DEVICE)
     q, k, v = normal(4, 3 * dim, dtype=dtype), normal(4, 2 * dim, dtype=dtype), normal(4, 2 * dim, dtype=dtype)
+    if joint:
+        q, k, v = torch.cat([q, k, v], -1).split([3 * dim, 2 * dim, 2 * dim], -1)
     cos, sin = rotary(q, positions[None])
     norms = [Qwen3RMSNorm(dim, eps=1e-6).to(DEVICE, dtype) for _ in range(2)]
-    heads = [q.view(4, -1, dim), k.view(4, -1, dim)]
+    heads = [q.reshape(4, -1, dim), k.reshape(4, -1, dim)]
     if norm:
         for n in norms:
             n.weight.data = normal(dim, dtype=dtype)
@@ -86,11 +90,11 @@ def test_rotate_store(dtype: torch.dtype, norm: bool) -> None:
     expected = [s.clone() for s in stores]
     for row in (0, 1, 3):
         expected[0][slot[row], :, place[row]] = k_new[0, :, row].detach()
-        expected[1][slot[row], :, place[row]] = v.view(4, -1, dim)[row]
+        expected[1][slot[row], :, place[row]] = v.reshape(4, -1, dim)[row]
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norm else None
     table = table_of([normal(1, 2, 1, dim)] * 2, stores)
     kernels.rotate_store(q, k, v, weights, 1e-6, cos[0], sin[0], table, slot, place)
-    bits_alike(q.view(4, -1, dim), q_new[0].transpose(0, 1).detach())
+    bits_alike(q.reshape(4, -1, dim), q_new[0].transpose(0, 1).detach())
     bits_alike(stores[0], expected[0])
     assert torch.equal(stores[1], expected[1])
 
@@ -109,8 +113,9 @@ def test_attend(dtype, parts, heads, kv_heads, dim, monkeypatch: pytest.MonkeyPa
     slot, group = [4, 0, 2, -1, 1], [2, 0, 0, 0, 1]
     prompt, place = [150, 1, 70, 0, 3], [89, 0, 64, 0, 20]
     q = normal(5, heads * dim, dtype=dtype)
+    apart = torch.cat([q, normal(5, 8, dtype=dtype)], -1)[:, : heads * dim] if parts > 1 else q
     got = kernels.attend(
-        q,
+        apart,
         dim,
         kv_heads,
         table_of(prompts, responses),
@@ -145,10 +150,17 @@ def drawn(z: torch.Tensor, noise: torch.Tensor, sampling: Sampling) -> tuple[tor
     [
         Sampling(), Sampling(temperature=0.6), Sampling(greedy=True, temperature=0.7), Sampling(top_k=7),
         Sampling(top_p=0.8), Sampling(temperature=0.8, top_k=50, top_p=0.95), Sampling(top_k=10**6, top_p=0.3),
+        Sampling(temperature=0.3, top_p=0.99), Sampling(top_k=400, top_p=0.9),
     ],
-    ids=["plain", "cool", "greedy", "k", "p", "both", "big k"],
+    ids=["plain", "cool", "greedy", "k", "p", "both", "big k", "cool p", "k of many blocks"],
 )  # fmt: skip
-def test_sample_equals_choose(vocabulary: int, sampling: Sampling) -> None:
+@pytest.mark.parametrize("few", [False, True], ids=["", "small blocks"])
+def test_sample_equals_choose(vocabulary: int, sampling: Sampling, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small blocks some rows have fewer logits that may be the last to stay than there is room for, some more."""
+    if few:
+        monkeypatch.setattr(kernels, "BLOCK", 16)
+        monkeypatch.setattr(kernels, "ROOM", 256)
+        monkeypatch.setattr(kernels, "PIECE", 64)
     torch.manual_seed(0)
     z = normal(8, vocabulary) * 3
     z[1] = z[1].round()  # ties

@@ -1,8 +1,9 @@
 """The decode step on a GPU: a model's own Linear modules with ``kernels`` between them, replayed as a CUDA graph.
 
-The modules are called, not their weights copied: biases, adapters and quantised layers act by themselves, and new
-values in the same storage need nothing. Graphs are kept from batch to batch, one for each of a few numbers of rows.
-They read all that changes from tensors of the device: rows' state, where the cache lies, how tokens are drawn.
+The model's own weights are read, not copies: new values in the same storage need nothing. Modules that have more than
+weights (adapters, fewer bits) are called, so that acts by itself. Graphs are kept from batch to batch, one for each of
+a few numbers of rows. They read all that changes from tensors of the device: rows' state, where the cache lies, how
+tokens are drawn.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.models.adjacent import as_one
 from verl.models.decoder import base_model
 from verl.models.policy import Policy
 from verl.rollout.base import Sampling
@@ -82,6 +85,14 @@ def _signature(lm: nn.Module) -> tuple[Any, ...]:
         (m.disable_adapters, *m.active_adapters, *m.merged_adapters, *getattr(m, "scaling", {}).items()) for m in layers
     ]
     return *(t.data_ptr() for t in (*lm.parameters(), *lm.buffers())), *adapters
+
+
+def _products(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """What each of the layers makes of ``x [N, D]``; in one product, where their weights lie so."""
+    one = as_one(*layers)
+    if one is None:
+        return [layer(x) for layer in layers]
+    return F.linear(x, *one).split([layer.out_features for layer in layers], -1)
 
 
 @dataclass
@@ -222,12 +233,12 @@ class Decode:
         for layer, table in zip(model.layers, self.table, strict=True):
             attention, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
             h = add_norm(x, residual, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-            q, k, v = attention.q_proj(h), attention.k_proj(h), attention.v_proj(h)
+            q, k, v = _products(h, attention.q_proj, attention.k_proj, attention.v_proj)
             norms, eps = None, 0.0
             if hasattr(attention, "q_norm"):
                 norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon
             rotate_store(q, k, v, norms, eps, cos, sin, table, slot, place)
             h = attention.o_proj(attend(q, self.dim, self.kv_heads, table, slot, group, prompt, place))
             h = add_norm(h, residual, after.weight, after.variance_epsilon)
-            x = mlp.down_proj(silu_mul(mlp.gate_proj(h), mlp.up_proj(h)))
+            x = mlp.down_proj(silu_mul(*_products(h, mlp.gate_proj, mlp.up_proj)))
         return add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)

@@ -18,6 +18,8 @@ from torch import Tensor
 BLOCK = 1024  # logits whose maximum and mass are known
 RUN = 8  # such blocks of one program
 WAYS = 8  # thresholds tried by one pass over the logits
+ROOM = 4 * BLOCK  # logits among which top_k and top_p decide; where more may be the last to stay, all are looked at
+PIECE = 256  # of which so many are looked at together
 PROGRAMS = 132 * 8  # of decode attention: what fills a large GPU
 
 
@@ -54,18 +56,20 @@ def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> 
 
 
 @triton.jit
-def _silu_mul(gate, up, out, size, WIDTH: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    g = tl.load(gate + i, mask=i < size, other=0.0)
+def _silu_mul(gate, up, out, stride, size, WIDTH: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    g = tl.load(gate + row * stride + i, mask=i < size, other=0.0)
     x = g.to(tl.float32)
     x = _round(x / (1.0 + tl.exp(-x)), g)
-    tl.store(out + i, x * tl.load(up + i, mask=i < size, other=0.0).to(tl.float32), mask=i < size)
+    x *= tl.load(up + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out + row * size + i, x, mask=i < size)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, both ``[N, I]``."""
-    out, size = torch.empty_like(gate), gate.numel()
-    _silu_mul[(triton.cdiv(size, 2048),)](gate, up, out, size, 2048)
+    """``silu(gate) * up``, both ``[N, I]``, their rows as far apart."""
+    rows, size = gate.shape
+    out = gate.new_empty(rows, size)
+    _silu_mul[(rows, triton.cdiv(size, 2048))](gate, up, out, gate.stride(0), size, 2048)
     return out
 
 
@@ -88,12 +92,12 @@ def _turned(x, weight, cos, sin, head, half, inside, eps, D: tl.constexpr, NORM:
 
 @triton.jit
 def _rotate_store(
-    q, k, v, q_weight, k_weight, cos, sin, table, slot, place, eps,
+    q, k, v, q_stride, kv_stride, q_weight, k_weight, cos, sin, table, slot, place, eps,
     H: tl.constexpr, H_KV: tl.constexpr, H_WIDTH: tl.constexpr, KV_WIDTH: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     row, half = tl.program_id(0).to(tl.int64), tl.arange(0, D // 2)
-    cos, sin, q, k, v = cos + row * D, sin + row * D, q + row * H * D, k + row * H_KV * D, v + row * H_KV * D
+    cos, sin, q, k, v = cos + row * D, sin + row * D, q + row * q_stride, k + row * kv_stride, v + row * kv_stride
     head, kv_head = tl.arange(0, H_WIDTH), tl.arange(0, KV_WIDTH)
     inside = (head < H)[:, None]
     a, b = _turned(q, q_weight, cos, sin, head, half, inside, eps, D, NORM)
@@ -124,13 +128,14 @@ def rotate_store(
     slot: Tensor,
     place: Tensor,
 ) -> None:
-    """Rotate ``q [N, H * D]`` in place; put rotated ``k`` and ``v [N, H_kv * D]`` at ``slot [N]``, ``place [N]`` of
-    the responses. ``cos``, ``sin`` ``[N, D]``; ``norms``: weights ``[D]`` for query and key heads. Slot -1: nowhere."""
+    """Rotate ``q [N, H * D]`` in place; put rotated ``k`` and ``v [N, H_kv * D]``, whose rows are as far apart, at
+    ``slot [N]``, ``place [N]`` of the responses. ``cos``, ``sin`` ``[N, D]``; ``norms``: weights ``[D]`` for query and
+    key heads. Slot -1: nowhere."""
     dim = cos.shape[1]
     heads, kv = q.shape[1] // dim, k.shape[1] // dim
     q_weight, k_weight = norms or (q, q)
     _rotate_store[(q.shape[0],)](
-        q, k, v, q_weight, k_weight, cos, sin, table, slot, place, eps, heads, kv,
+        q, k, v, q.stride(0), k.stride(0), q_weight, k_weight, cos, sin, table, slot, place, eps, heads, kv,
         triton.next_power_of_2(heads), triton.next_power_of_2(kv), dim, norms is not None,
     )  # fmt: skip
 
@@ -158,7 +163,7 @@ def _over(
 
 @triton.jit
 def _attend(
-    q, out, parts, heights, table, slot, group, prompt, place, scale,
+    q, q_stride, out, parts, heights, table, slot, group, prompt, place, scale,
     SHARE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,8 +174,8 @@ def _attend(
     start = tl.minimum(part * chunk, length)
     stop = tl.minimum(start + chunk, length)
     head, d = tl.arange(0, 16), tl.arange(0, D)  # 16: the least rows of a product
-    at = ((row * H_KV + kv) * SHARE + head)[:, None] * D + d[None, :]
-    queries = tl.load(q + at, mask=(head < SHARE)[:, None], other=0.0)
+    at = (kv * SHARE + head)[:, None] * D + d[None, :]
+    queries = tl.load(q + row * q_stride + at, mask=(head < SHARE)[:, None], other=0.0)
     most, mass = tl.full([16], -1e30, tl.float32), tl.zeros([16], tl.float32)
     acc = tl.zeros([16, D], tl.float32)
     base = (tl.load(group + row) * H_KV + kv) * tl.load(table + 4) * D
@@ -186,7 +191,7 @@ def _attend(
     )  # fmt: skip
     acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
     if PARTS == 1:
-        tl.store(out + at, acc, mask=(head < SHARE)[:, None])
+        tl.store(out + row * H_KV * SHARE * D + at, acc, mask=(head < SHARE)[:, None])
     else:
         at = ((row * H_KV + kv) * SHARE + head) * PARTS + part
         tl.store(parts + at[:, None] * D + d[None, :], acc, mask=(head < SHARE)[:, None])
@@ -214,12 +219,12 @@ def attend(
     """Attention of one token per row: ``q [N, H * D]`` -> ``[N, H * D]``. A row sees the first ``prompt [N]`` places
     of prompt slot ``group [N]`` and places ``0..place [N]`` of response slot ``slot [N]``; slot -1 sees nothing."""
     rows, heads = q.shape[0], q.shape[1] // dim
-    out, parts = torch.empty_like(q), parts_for(rows, kv_heads)
+    out, parts = q.new_empty(q.shape), parts_for(rows, kv_heads)
     partial = q.new_empty(rows * heads * parts * dim if parts > 1 else 1, dtype=torch.float32)
     heights = q.new_empty(rows * heads * parts, dtype=torch.float32)
     exact = q.dtype == torch.float32
     _attend[(rows, kv_heads, parts)](
-        q, out, partial, heights, table, slot, group, prompt, place, dim**-0.5 * 1.4426950408889634,
+        q, q.stride(0), out, partial, heights, table, slot, group, prompt, place, dim**-0.5 * 1.4426950408889634,
         heads // kv_heads, kv_heads, dim, parts, 32 if exact or dim > 128 else 64, "ieee" if exact else "tf32",
         num_stages=2 if exact else 3,
     )  # fmt: skip
@@ -241,9 +246,13 @@ def _blocks(
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN + tl.arange(0, RUN)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(z + row * vocabulary + i, mask=i < vocabulary, other=float("-inf"))
+    inside = i < vocabulary
+    if CUT:  # blocks that go as a whole needn't be read again
+        bound = tl.load(least + row)
+        inside &= (tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf")) >= bound)[:, None]
+    x = tl.load(z + row * vocabulary + i, mask=inside, other=float("-inf"))
     if CUT:
-        x = tl.where(x < tl.load(least + row), float("-inf"), x)
+        x = tl.where(x < bound, float("-inf"), x)
     top = tl.max(x, 1)
     mass = tl.sum(_mass(x, top[:, None], tl.load(chosen_by).to(tl.float32)), 1)
     tl.store(tops + row * blocks + block, top, mask=block < blocks)
@@ -264,8 +273,8 @@ def _value(key):
 
 @triton.jit
 def _above(
-    z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK: tl.constexpr, WAYS: tl.constexpr, MASS: tl.constexpr
-):
+    z, tops, bounds, counts, top, temperature, vocabulary, blocks, BLOCK: tl.constexpr, WAYS: tl.constexpr
+):  # fmt: skip
     """How many of the logits ``z [V]`` lie above each of the keys ``bounds [WAYS]``, or their mass; float64."""
     acc = tl.zeros([WAYS, BLOCK], tl.float32)
     lowest = tl.min(bounds, 0)
@@ -273,59 +282,118 @@ def _above(
         if _key(tl.load(tops + block)) > lowest:
             i = block * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(z + i, mask=i < vocabulary, other=float("-inf"))
-            weight = tl.full([BLOCK], 1.0, tl.float32)
-            if MASS:
-                weight = _mass(x, top, temperature)
+            weight = tl.where(counts, 1.0, _mass(x, top, temperature))
             acc += tl.where(_key(x)[None, :] > bounds[:, None], weight[None, :], 0.0)
     return tl.sum(acc.to(tl.float64), 1)
 
 
 @triton.jit
-def _search(
-    z,
-    tops,
-    low,
-    high,
-    wanted,
-    top,
-    temperature,
-    vocabulary,
-    blocks,
-    BLOCK: tl.constexpr,
-    WAYS: tl.constexpr,
-    MASS: tl.constexpr,
-):
-    """The least key in ``low..high`` above which there is less than ``wanted``; above ``high`` there must be less."""
+def _narrow(
+    z, tops, low, high, more, wanted, counts, top, temperature, vocabulary, blocks,
+    BLOCK: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """One step of the search for the least key in ``low..high`` above which there is less than ``wanted``; above
+    ``high`` there must be less. ``more`` comes on top of what is above in ``z``. The bounds now, and what is above the
+    upper."""
     j = tl.arange(0, WAYS).to(tl.int64)
+    bounds = low + (high - low) * j // WAYS
+    above = more + _above(z, tops, bounds.to(tl.int32), counts, top, temperature, vocabulary, blocks, BLOCK, WAYS)
+    n = tl.sum((above >= wanted).to(tl.int64), 0)  # falls with j: between the n-th and the one before
+    width = high - low
+    high = low + width * n // WAYS
+    low = tl.where(n > 0, low + width * (n - 1) // WAYS + 1, low)
+    return low, high, tl.sum(tl.where(j == n, above, 0.0), 0)
+
+
+@triton.jit
+def _search(
+    z, tops, low, high, more, wanted, counts, top, temperature, vocabulary, blocks,
+    BLOCK: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
     while low < high:
-        bounds = low + (high - low) * j // WAYS
-        enough = _above(z, tops, bounds.to(tl.int32), top, temperature, vocabulary, blocks, BLOCK, WAYS, MASS) >= wanted
-        n = tl.sum(enough.to(tl.int64), 0)  # falls with j: the bound sought lies between the n-th and the one before
-        width = high - low
-        high = low + width * n // WAYS
-        low = tl.where(n > 0, low + width * (n - 1) // WAYS + 1, low)
+        low, high, _ = _narrow(
+            z, tops, low, high, more, wanted, counts, top, temperature, vocabulary, blocks, BLOCK, WAYS
+        )
     return low
 
 
 @triton.jit
+def _gather(z, tops, low, high, found, vocabulary, blocks, BLOCK: tl.constexpr, RUN: tl.constexpr, ROOM: tl.constexpr):
+    """How many of the logits ``z [V]`` lie above the key ``low`` and not above ``high``; they are put into
+    ``found [ROOM]`` in their order. More than ``ROOM``, and it stops to look."""
+    count, start, j = 0, 0, tl.arange(0, BLOCK)[None, :]
+    while (start < blocks) & (count <= ROOM):
+        block = start + tl.arange(0, RUN)
+        live = _key(tl.load(tops + block, mask=block < blocks, other=float("-inf"))) > low
+        if tl.max(live.to(tl.int32), 0) > 0:
+            i = block[:, None] * BLOCK + j
+            x = tl.load(z + i, mask=live[:, None] & (i < vocabulary), other=float("-inf"))
+            inside = ((_key(x) > low) & (_key(x) <= high)).to(tl.int32)
+            size = tl.sum(inside, 1)
+            place = count + (tl.cumsum(size, 0) - size)[:, None] + tl.cumsum(inside, 1) - inside
+            tl.store(found + place, x, mask=(inside > 0) & (place < ROOM))
+            count += tl.sum(size, 0)
+        start += RUN
+    return count
+
+
+@triton.jit
 def _least(
-    z, tops, least, chosen_by, vocabulary, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr
-):
+    z, tops, masses, found, highest, least, chosen_by, vocabulary, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, WAYS: tl.constexpr, ROOM: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, top_p, top_k = tl.load(chosen_by).to(tl.float32), tl.load(chosen_by + 1), tl.load(chosen_by + 2)
     z, tops, b = z + row * vocabulary, tops + row * blocks, tl.arange(0, BLOCKS)
-    top = tl.max(tl.load(tops + b, mask=b < blocks, other=float("-inf")), 0)
-    low, high = tl.full([], -2139095041, tl.int64), _key(top).to(tl.int64)  # from the key of -inf
-    if (top_k > 0) & (top_k < vocabulary):
-        low = _search(z, tops, low, high, top_k, top, temperature, vocabulary, blocks, BLOCK, WAYS, False)
-    if top_p < 1:
-        bounds = tl.zeros([WAYS], tl.int32) + low.to(tl.int32)
-        total = tl.max(_above(z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK, WAYS, True), 0)
-        if (top_k > 0) & (top_k < vocabulary):  # of values that tie at the end, as many as the k have room for
-            count = tl.max(_above(z, tops, bounds, top, temperature, vocabulary, blocks, BLOCK, WAYS, False), 0)
-            total += (top_k - count) * _mass(_value(low.to(tl.int32)), top, temperature)
-        low = _search(z, tops, low, high, top_p * total, top, temperature, vocabulary, blocks, BLOCK, WAYS, True)
+    found, highest = found + row * ROOM, highest + row * (ROOM // PIECE)
+    heights = tl.load(tops + b, mask=b < blocks, other=float("-inf"))
+    top = tl.max(heights, 0)
+    tl.store(highest + tl.arange(0, ROOM // PIECE), top)  # in place of ``tops`` where every piece is to be looked at
+    tl.debug_barrier()
+    low, end = tl.full([], -2139095041, tl.int64), _key(top).to(tl.int64)  # from the key of -inf
+    by_k = (top_k > 0) & (top_k < vocabulary)
+    if by_k:  # the highest values of so many blocks are as many values: the k-th of all can't lie below theirs
+        wanted, few = top_k, tl.cdiv(blocks, PIECE)
+        low = _search(tops, highest, low, end, 0.0, top_k, by_k, top, temperature, blocks, few, PIECE, WAYS)
+    else:  # all that lies below can't make up what is cut off; half of it, for rounding's sake
+        mass = tl.load(masses + row * blocks + b, mask=b < blocks, other=0.0) * _mass(heights, top, temperature)
+        wanted = tl.sum(mass.to(tl.float64), 0)
+        share = (1 - top_p) / 2 * wanted / vocabulary
+        low = tl.maximum(low, _key(top + temperature * tl.log(share).to(tl.float32)).to(tl.int64))
+        wanted *= top_p
+    high, limit, more = end, end, tl.zeros([], tl.float64)
+    count = _gather(z, tops, low, limit, found, vocabulary, blocks, BLOCK, RUN, ROOM)
+    while (count > ROOM) & (low < high):
+        low, high, above = _narrow(
+            z, tops, low, high, 0.0, wanted, by_k, top, temperature, vocabulary, blocks, BLOCK, WAYS
+        )
+        if not by_k:  # what lies above is counted; for the k it must be at hand later
+            limit, more = high, tl.where(high < limit, above, more)
+        count = _gather(z, tops, low, limit, found, vocabulary, blocks, BLOCK, RUN, ROOM)
+    tl.debug_barrier()
+    if count <= ROOM:  # what decides is there, in little memory
+        few = tl.cdiv(count, PIECE)
+        low = _cut(found, highest, low, high, more, wanted, by_k, end, top_p, top, temperature, count, few, PIECE, WAYS)
+    else:
+        low = _cut(z, tops, low, high, 0.0, wanted, by_k, end, top_p, top, temperature, vocabulary, blocks, BLOCK, WAYS)
     tl.store(least + row, _value(low.to(tl.int32)))
+
+
+@triton.jit
+def _cut(
+    z, tops, low, high, more, wanted, by_k, end, top_p, top, temperature, vocabulary, blocks,
+    BLOCK: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """The key of the least logit that stays: of the ``wanted`` largest those that make up ``top_p`` of their mass."""
+    low = _search(z, tops, low, high, more, wanted, by_k, top, temperature, vocabulary, blocks, BLOCK, WAYS)
+    if by_k & (top_p < 1):
+        bounds = tl.zeros([WAYS], tl.int32) + low.to(tl.int32)  # of values that tie, as many as k leaves room for
+        count = tl.max(_above(z, tops, bounds, True, top, temperature, vocabulary, blocks, BLOCK, WAYS), 0)
+        total = tl.max(_above(z, tops, bounds, False, top, temperature, vocabulary, blocks, BLOCK, WAYS), 0)
+        total += (wanted - count) * _mass(_value(low.to(tl.int32)), top, temperature)
+        low = _search(z, tops, low, end, 0.0, top_p * total, False, top, temperature, vocabulary, blocks, BLOCK, WAYS)
+    return low
 
 
 @triton.jit
@@ -390,7 +458,12 @@ def sample(
 
     measure(False)
     if cut and not greedy:
-        _least[(rows,)](z, tops, least, chosen_by, vocabulary, blocks, width, BLOCK, WAYS, num_warps=8)
+        assert blocks <= ROOM
+        found, highest = z.new_empty(rows, ROOM), z.new_empty(rows, ROOM // PIECE)
+        _least[(rows,)](
+            z, tops, masses, found, highest, least, chosen_by, vocabulary, blocks, width, BLOCK, RUN, WAYS, ROOM, PIECE,
+            num_warps=8,
+        )  # fmt: skip
         measure(True)
     _draw[(rows,)](
         z, least, tops, masses, noise, chosen_by, ids, logprobs, vocabulary, blocks, width, BLOCK, greedy,

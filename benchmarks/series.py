@@ -43,6 +43,7 @@ class Job:
 
 TEST = "{py} -m pytest -q -x --tb=short -p no:cacheprovider"
 VTEST = "{vllm} -m pytest -q -x --tb=short -p no:cacheprovider"
+GPU_TESTS = TEST.replace(" -x", "") + " tests/gpu tests/checkpoint/test_snapshot.py tests/rollout/test_kernels.py"
 TOY = "--shape toy --rows 8 --prompt 16 --response 8 --laps 1 --micro 2 --kind cpu --vocabulary 512"
 SETS: dict[str, list[Job]] = {
     "one": [
@@ -60,7 +61,7 @@ SETS: dict[str, list[Job]] = {
             "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock --repeats 1 --ragged-rows 0",
         ),
         Job("vllm-contract", 300, VTEST + " tests/rollout/test_vllm.py"),
-        Job("gpu-tests", 400, TEST.replace(" -x", "") + " tests/gpu tests/checkpoint/test_snapshot.py", toy=""),
+        Job("gpu-tests", 400, GPU_TESTS, toy=""),
         Job("update", 400, "{py} benchmarks/train_mfu.py --cases 1.5b 1.5b-recompute --compile on --steps 2"),
         Job("memory", 400, "{py} benchmarks/memory.py"),
         Job(

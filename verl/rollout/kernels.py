@@ -17,9 +17,10 @@ from torch import Tensor
 
 BLOCK = 1024  # logits whose maximum and mass are known
 RUN = 8  # such blocks of one program
-WAYS = 8  # thresholds tried by one pass over the logits
+FEW = 2  # of them that are searched together
+WAYS = 4  # thresholds tried by one pass over the logits
 ROOM = 4 * BLOCK  # logits among which top_k and top_p decide; where more may be the last to stay, all are looked at
-PIECE = 256  # of which so many are looked at together
+PIECE = 128  # of which so many are looked at together
 PROGRAMS = 132 * 8  # of decode attention: what fills a large GPU
 
 
@@ -137,6 +138,7 @@ def rotate_store(
     _rotate_store[(q.shape[0],)](
         q, k, v, q.stride(0), k.stride(0), q_weight, k_weight, cos, sin, table, slot, place, eps, heads, kv,
         triton.next_power_of_2(heads), triton.next_power_of_2(kv), dim, norms is not None,
+        enable_fp_fusion=False,  # which would leave out a rounding
     )  # fmt: skip
 
 
@@ -223,10 +225,11 @@ def attend(
     partial = q.new_empty(rows * heads * parts * dim if parts > 1 else 1, dtype=torch.float32)
     heights = q.new_empty(rows * heads * parts, dtype=torch.float32)
     exact = q.dtype == torch.float32
+    light = not exact and dim <= 128
     _attend[(rows, kv_heads, parts)](
         q, q.stride(0), out, partial, heights, table, slot, group, prompt, place, dim**-0.5 * 1.4426950408889634,
-        heads // kv_heads, kv_heads, dim, parts, 32 if exact or dim > 128 else 64, "ieee" if exact else "tf32",
-        num_stages=2 if exact else 3,
+        heads // kv_heads, kv_heads, dim, parts, 32, "ieee" if exact else "tf32",
+        num_stages=2 if exact else 3, num_warps=1 if light else 4,
     )  # fmt: skip
     if parts > 1:
         _combine[(rows * heads,)](partial, heights, out, dim, parts)
@@ -461,7 +464,7 @@ def sample(
         assert blocks <= ROOM
         found, highest = z.new_empty(rows, ROOM), z.new_empty(rows, ROOM // PIECE)
         _least[(rows,)](
-            z, tops, masses, found, highest, least, chosen_by, vocabulary, blocks, width, BLOCK, RUN, WAYS, ROOM, PIECE,
+            z, tops, masses, found, highest, least, chosen_by, vocabulary, blocks, width, BLOCK, FEW, WAYS, ROOM, PIECE,
             num_warps=8,
         )  # fmt: skip
         measure(True)

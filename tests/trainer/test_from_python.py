@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from verl.algorithms.advantages import ESTIMATORS
 from verl.config.errors import DataError, RequestError, RunError
 from verl.config.recipes import RECIPES, Recipe
 from verl.data.loader import PreferenceDataset
+from verl.runtime.host import Host
 from verl.trainer import PPOTrainer, RLTrainer
 from verl.trainer.base import Run
 
@@ -111,6 +116,42 @@ def best_of(scores: Tensor, group: Tensor) -> Tensor:
         rows = group == g
         advantages[rows] = scores[rows] - scores[rows].max()
     return advantages
+
+
+@pytest.mark.parametrize("during", ["sampling", "training"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("within", [False, True], ids=["", "within an event loop"])
+def test_a_step_that_is_interrupted_closes_the_run(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, number: signal.Signals, within: bool
+) -> None:
+    """A lap that samples is dropped, one that trains ends; both are saved, and the next trainer goes on."""
+    keys: dict[str, Any] = {"reward_fn": low, "run_dir": str(tmp_path / "a"), "num_rollout_steps": 3, **SHORT}
+    trainer = RLTrainer(tiny, **keys)
+
+    def step() -> Any:
+        async def cell() -> Any:
+            return trainer.step()
+
+        return asyncio.run(cell()) if within else trainer.step()
+
+    step()
+    method = getattr(Host, "generate" if during == "sampling" else "run")
+
+    def slow(host: Host, *given: Any) -> Any:
+        if during == "sampling" or given[0].op == "update":
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+            time.sleep(0.5)
+        return method(host, *given)
+
+    monkeypatch.setattr(Host, method.__name__, slow)
+    with pytest.raises(KeyboardInterrupt if number is signal.SIGINT else SystemExit):
+        step()
+    monkeypatch.undo()
+    done = [1] if during == "sampling" else [1, 2]
+    assert steps(tmp_path / "a") == done
+    assert (tmp_path / "a" / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]}"
+    trainer = RLTrainer(tiny, resume=True, **keys)
+    assert trainer.train().step == 3 and steps(tmp_path / "a") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0-1"])

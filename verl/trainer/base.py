@@ -86,7 +86,7 @@ class Run:
         self.folder = Path(cfg.run_dir)
         self.store = CheckpointStore(self.folder / "checkpoints", cfg.checkpoint.keep)
         self._flow, self._show = flow, console
-        self._stop: signal.Signals | None = None
+        self.stop: signal.Signals | None = None  # which came
         self._loop: Loop | None = None
         self._closing: list[Callable[[], Any]] = []
         self._first: dict[str, float | None] = {}
@@ -327,7 +327,7 @@ class Run:
         saves = (self._save_due(step) or self._owed) and step < self.total_steps
         makes_room = not self._roomy and self._saves_beside(step)
         alone = evaluates or saves or makes_room  # the hosts are asked for something after this lap
-        more = self._more and step < self.total_steps and self._stop is None and not alone
+        more = self._more and step < self.total_steps and self.stop is None and not alone
         drawn = None if isinstance(self.controller.source, Sampler) else self.feed.state()
         result = self._lap(step, more=more, fresh=saves)
         result.metrics |= self._await(self.controller.readings())
@@ -424,7 +424,7 @@ class Run:
         """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
         last: dict[str, float | None] = {}
         restarts = 0
-        with _signals(self._on_signal):
+        with self.signals():
             while True:
                 try:
                     last = self._train() or last
@@ -434,10 +434,10 @@ class Run:
                         self._end_save()
                     restarts += 1
                     lost = isinstance(error, WorkerLost)
-                    if not lost or restarts > self.cfg.cluster.max_restarts or self._stop is not None:
+                    if not lost or restarts > self.cfg.cluster.max_restarts or self.stop is not None:
                         raise
                     self._restart(f"restart {restarts} of at most {self.cfg.cluster.max_restarts}: {error}")
-        stopped = self._stop if self.controller.step < self.total_steps else None
+        stopped = self.stop if self.controller.step < self.total_steps else None
         return Summary(self.folder, self.controller.step, self._first, last, self.before, self.after, stopped)
 
     def _train(self) -> dict[str, float | None]:
@@ -446,7 +446,7 @@ class Run:
         if self.held_out is not None and self.controller.step == 0:
             self.before = self.evaluate()
         self._more = True
-        while self.controller.step < self.total_steps and self._stop is None:
+        while self.controller.step < self.total_steps and self.stop is None:
             try:
                 last = self.step().metrics
             except Stopped:  # a signal came while it waited for rows or sampled
@@ -493,10 +493,14 @@ class Run:
 
     # -- stops -----------------------------------------------------------------------------------------------------
 
+    def signals(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile a signal is noted (``stop``) and ends a lap that samples with ``Stopped``; a second one raises."""
+        return _signals(self._on_signal)
+
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop is not None:
+        if self.stop is not None:
             raise KeyboardInterrupt if number is signal.SIGINT else SystemExit(128 + number)
-        self._stop = number
+        self.stop = number
         self.feed.stop()
         if self._loop is not None:
             self._loop.soon(self._stop_sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ from verl.config.model import REWARD_MODEL
 from verl.config.recipes import RECIPES
 from verl.config.run import RunConfig
 from verl.config.section import Section, listed
+from verl.data.feeds import Stopped
 from verl.data.loader import TOY_PROMPTS
 from verl.dataflow.graph import DataFlow
 from verl.dataflow.nodes import Actor, Critic, Node, ProcessReward, RewardModel, Rollout, Teacher
@@ -132,14 +134,25 @@ class RLTrainer:
         """What must be there before the run is prepared; a subclass may add to it."""
 
     def step(self) -> dict[str, float | None]:
-        """One lap (rollout, reward, update); its metrics. A failure closes the trainer, after a save of the laps
-        before it."""
+        """One lap (rollout, reward, update); its metrics.
+
+        A failure closes the trainer, after a save of the laps before it; so does a signal, after the lap unless that
+        one still samples. Ctrl-C then raises ``KeyboardInterrupt``, another signal ``SystemExit``.
+        """
         try:
-            result: LapResult = self.run.step()
+            run = self.run
+            with run.signals(), contextlib.suppress(Stopped):
+                result: LapResult = run.step()
+            if run.stop is not None:
+                run.save_at_end()
+                raise KeyboardInterrupt if run.stop is signal.SIGINT else SystemExit(128 + run.stop)
         except Exception:
             with contextlib.suppress(Exception):  # what failed first is told
                 if self._run is not None and not self._run.controller.failed:  # finished laps are sound
                     self._run.save_at_end()
+            self.close()
+            raise
+        except BaseException:
             self.close()
             raise
         return result.metrics

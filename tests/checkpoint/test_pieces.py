@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ def test_they_are_whole_again(tmp_path: Path) -> None:
     assert found.keys() == WHOLE.keys() and len(found) == len(WHOLE)
     for name, tensor in WHOLE.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+
+
+def test_a_part_is_put_together_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    written(store, CUTS)
+    parts = store.load().parts("actor")
+    assert {name: (part.shape, part.dtype) for name, part in parts.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in WHOLE.items()
+    }
+    matrix = WHOLE["matrix"]
+    for a, b, c, d in itertools.product(range(6), range(6), range(8), range(8)):
+        assert torch.equal(parts["matrix"][a:b, c:d], matrix[a:b, c:d]), (a, b, c, d)
+    assert torch.equal(parts["matrix"][...], matrix) and torch.equal(parts["matrix"][(slice(2, 4),)], matrix[2:4])
+    assert parts["step"][...] == 4 and parts["step"][()] == 4 and parts["none"][...].shape == (0, 2)
+    alone = parts["matrix"][1:3, :2]  # of one piece, which is not copied
+    assert alone.untyped_storage().data_ptr() == parts["matrix"].pieces[0][0].untyped_storage().data_ptr()
 
 
 def test_pieces_that_are_one_memory_are_written_once(tmp_path: Path) -> None:

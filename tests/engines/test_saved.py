@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.engines.pieces import gathered_state, joined
 from tests.engines.ranks import run
 from tests.engines.test_fsdp import loss_fn
 from tests.engines.test_spread import DECAYING, MUON, Case, engine, mine, rows
+from verl.checkpoint.parts import write_parts
+from verl.checkpoint.tensorfile import Joined, Pieces, Scattered
 from verl.config.model import OptimizerConfig
 from verl.layout import Piece
 
@@ -68,6 +72,39 @@ def test_pieces_make_what_is_gathered(kind: str) -> None:
     if case.sharding == "FULL_SHARD" and case.kind in ("policy", "value"):
         sizes = [sum(p.tensor.nbytes for some in pieces[:2] for p in some) for pieces, _ in ranks]
         assert max(sizes) < 0.7 * sum(sizes) if n == 2 else max(sizes) < 0.5 * sum(sizes)
+
+
+def taken(case: Case, folder: str) -> tuple[int, int, bool]:
+    """How many numbers a rank reads that takes its part of what all wrote, of how many; and whether it has it then."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    e, again, read = engine(case), engine(case), []
+    e.update(rows(), mine(case), loss_fn, case.want, 0.8)
+    weights, state, facts = e.saved(True)
+    for name, pieces in (("w", list(weights)), ("o", list(state))):
+        boxes = {p.name: (p.shape, p.start) for p in pieces}
+        write_parts(Path(folder), {f"{name}_{rank}": Pieces({p.name: p.tensor.detach() for p in pieces}, boxes)})
+    dist.barrier()
+    saved = [Joined(Path(folder, f"{name}_{r}.safetensors") for r in range(world)).parts for name in "wo"]
+    index = Scattered.__getitem__
+    Scattered.__getitem__ = lambda *how: read.append(index(*how)) or read[-1]  # type: ignore[method-assign]
+    try:
+        again.restore(*saved, facts)
+    finally:
+        Scattered.__getitem__ = index  # type: ignore[method-assign]
+    same = all(torch.equal(a, b) for (_, a), (_, b) in zip(e.shards(), again.shards(), strict=True))
+    states = gathered_state(e.optimizer), gathered_state(again.optimizer)
+    same &= all(torch.equal(states[0][name], states[1][name]) for name in states[0] | states[1])
+    whole = sum(part.shape.numel() for some in saved for part in some.values())
+    return sum(t.numel() for t in read), whole, same
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("two", 0.6), ("four", 0.4), ("tensor", 0.4), ("value", 0.6), ("muon", 0.6)]
+)
+def test_a_rank_reads_its_own_part_alone(kind: str, share: float, tmp_path: Path) -> None:
+    n, case = CASES[kind]
+    for read, whole, same in run(n, taken, case, str(tmp_path)):
+        assert same and 0 < read < share * whole
 
 
 def test_one_rank_saves_all() -> None:

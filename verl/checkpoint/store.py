@@ -36,7 +36,7 @@ from verl.checkpoint.parts import (
     write_file,
     write_parts,
 )
-from verl.checkpoint.tensorfile import Joined, read_tensors
+from verl.checkpoint.tensorfile import Joined, Scattered, read_tensors
 from verl.config.errors import RequestError, RunError
 
 MANIFEST = "manifest.json"
@@ -99,6 +99,11 @@ class Checkpoint:
         if f"{part}.safetensors" not in self.files and f"{part}.json" in self.files and self.json(part) == {}:
             return {}  # no tensors at all: an optimizer without state
         return read_tensors(self._file(f"{part}.safetensors"))
+
+    def parts(self, part: str) -> Mapping[str, Tensor | Scattered]:
+        """The same, but what pieces of a tensor hold is put together, and read, when an index asks for it."""
+        tensors = self.tensors(part)
+        return tensors.parts if isinstance(tensors, Joined) else tensors
 
     def json(self, part: str) -> Any:
         """A JSON part."""

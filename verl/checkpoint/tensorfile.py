@@ -7,8 +7,7 @@ Format: https://huggingface.co/docs/safetensors: 8 bytes header length, JSON hea
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +132,38 @@ class Pieces:
     boxes: Boxes
 
 
+class Scattered:
+    """A tensor in pieces, each with its start. An index, slices of the first dimensions or ``...``, puts together what
+    it asks for alone."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = torch.Size(shape)
+        self.pieces: list[tuple[Tensor, list[int]]] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0][0].dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        given = () if index is ... else index
+        slices = [*given, *[slice(None)] * (len(self.shape) - len(given))]
+        wanted = [s.indices(n)[:2] for s, n in zip(slices, self.shape, strict=True)]
+        found = []
+        for piece, start in self.pieces:
+            spans = zip(wanted, start, piece.shape, strict=True)
+            both = [(max(a, at), min(b, at + n)) for (a, b), at, n in spans]
+            if all(a < b for a, b in both):
+                mine = piece[tuple(slice(a - at, b - at) for (a, b), at in zip(both, start, strict=True))]
+                found.append((mine, tuple(slice(a - w[0], b - w[0]) for (a, b), w in zip(both, wanted, strict=True))))
+        size = [max(b - a, 0) for a, b in wanted]
+        if len(found) == 1 and list(found[0][0].shape) == size:
+            return found[0][0]
+        part = torch.empty(size, dtype=self.dtype)
+        for mine, place in found:
+            part[place] = mine
+        return part
+
+
 class Joined(Mapping[str, Tensor]):
     """The tensors of which files hold the pieces; each is put together when it is asked for.
 
@@ -140,34 +171,26 @@ class Joined(Mapping[str, Tensor]):
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._pieces: dict[str, list[tuple[Tensor, list[int]]]] = {}
-        self._shapes: dict[str, list[int]] = {}
-        self._files = list(files)
-        for path in self._files:
+        self.parts: dict[str, Scattered] = {}
+        paths = list(files)
+        for path in paths:
             tensors, metadata = _read(path)
             for name, (shape, start) in json.loads(metadata.get(_BOXES, "{}")).items():
-                self._shapes[name] = shape
-                self._pieces.setdefault(name, []).append((tensors[name], start))
-        for name, pieces in self._pieces.items():
-            found, whole = sum(piece.numel() for piece, _ in pieces), math.prod(self._shapes[name])
+                self.parts.setdefault(name, Scattered(shape)).pieces.append((tensors[name], start))
+        for name, part in self.parts.items():
+            found, whole = sum(piece.numel() for piece, _ in part.pieces), part.shape.numel()
             if found != whole:
-                where = self._files[0].parent
+                where = paths[0].parent
                 raise RunError(f"{where} is damaged: its files hold {found} of {name}'s {whole} values")
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, pieces = self._shapes[name], self._pieces[name]
-        if len(pieces) == 1:
-            return pieces[0][0]
-        whole = torch.empty(shape, dtype=pieces[0][0].dtype)
-        for piece, start in pieces:
-            whole[tuple(slice(at, at + n) for at, n in zip(start, piece.shape, strict=True))] = piece
-        return whole
+        return self.parts[name][...]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self.parts)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.parts)
 
 
 def plain(name: str, tensor: Tensor) -> Tensor:

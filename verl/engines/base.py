@@ -92,6 +92,7 @@ class TrainEngine(Protocol):
         name``, and what JSON can hold. Of all ranks together, each tensor once. Every rank iterates the first to its
         end, then the second."""
 
-    def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Take back what any number of ranks ``saved``, put together; every rank is given all of it. On as many ranks
-        training goes on bit for bit (with ``adamw8bit``: to its rounding)."""
+    def restore(self, shards: Mapping[str, Any], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Take back what any number of ranks ``saved``, put together. Every rank is given all of it: tensors, or what
+        gives parts of one when it is indexed with slices. On as many ranks training goes on bit for bit (with
+        ``adamw8bit``: to its rounding)."""

@@ -153,10 +153,10 @@ class FsdpEngine:
             if piece is not None:
                 yield piece
 
-    def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""
+    def restore(self, shards: Mapping[str, Any], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """As ``TrainEngine.restore``; tensors of whatever mesh; each rank reads its part of them."""
         own = dict(self.module.shards())
-        self.module.load({name: distributed(t, own[name]) if name in own else t for name, t in shards.items()})
+        self.module.load({name: distributed(t, own.get(name)) for name, t in shards.items()})
         if self.optimizer:
             self.optimizer.restore(tensors, facts)
 

@@ -248,13 +248,13 @@ class MegatronEngine:
                     whole = self._whole(unit, ours, torch.float32, device)
                 yield from ((f"{kind}/{name}", tensor) for name, tensor in whole.items())
 
-    def restore(self, shards: Mapping[str, Tensor], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """As ``TrainEngine.restore``; each rank is given the whole tensors, of whatever mesh, and takes its part."""
+    def restore(self, shards: Mapping[str, Any], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """As ``TrainEngine.restore``; tensors of whatever mesh; each rank reads its part of them."""
         check_fit(self._whole_shapes(), shards)
         self._fill(self.parameters, shards)
         if self.optimizer is None:
             return
-        by_kind: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        by_kind: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if name not in self.shape.weights:
@@ -270,7 +270,7 @@ class MegatronEngine:
                     fill(tensor := torch.zeros(local.shape, dtype=ours[0].dtype), local, found)
                     mine[f"{kind}/{name}"] = self.optimizer.part(name, tensor)
                 else:
-                    mine[f"{kind}/{name}"] = ours[0]
+                    mine[f"{kind}/{name}"] = ours[0][...]
         self.optimizer.restore(mine, facts)
 
     # -- a pass ----------------------------------------------------------------------------------------------------

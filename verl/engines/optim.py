@@ -180,21 +180,23 @@ class Optimizer:
                     )
                 yield f"{kind}/{name}", value, self.params[name] if value.shape == master.shape else None
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Take back all that was ``held``, whole tensors, and ``facts``; ``RunError`` for tensors of parameters that
         don't exist."""
         states: dict[Tensor, dict[str, Tensor]] = {}
         missing = {f"master/{name}" for name in self._rounded} - tensors.keys()
         if missing:
             raise RunError(f"the optimizer's state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:8])}")
-        for key, tensor in tensors.items():
+        for key, saved in tensors.items():
             kind, _, name = key.partition("/")
             if name not in self.masters:
                 raise RunError(f"the optimizer's state has {key!r}, but no such parameter is trained")
             master, p = self.masters[name], self.params[name]
-            mine = tensor.detach()
-            if tensor.shape == p.shape:
-                mine = distributed(mine, p) if isinstance(master, DTensor) else part_of(mine, p)
+            if saved.shape == p.shape:
+                mine = distributed(saved, p) if isinstance(master, DTensor) else part_of(saved, p)[...]
+            else:
+                mine = saved[...]
+            mine = mine.detach()
             if kind == "master":
                 with torch.no_grad():
                     master.copy_(mine)

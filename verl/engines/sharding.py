@@ -156,10 +156,10 @@ def piece_of(name: str, tensor: Tensor, like: Tensor | None, mesh: DeviceMesh | 
     return Piece(name, mine, shape, start)
 
 
-def distributed(full: Tensor, like: Tensor) -> Tensor:
-    """``full`` as a tensor of ``like``'s kind, so that ``like.copy_`` takes it."""
+def distributed(full: Any, like: Tensor | None) -> Tensor:
+    """``full``, a tensor or what gives parts of one, as a tensor of ``like``'s kind: ``like.copy_`` takes it."""
     if not isinstance(like, DTensor) or full.shape != like.shape:
-        return full
+        return full[...]
     return DTensor.from_local(
         part_of(full, like).contiguous(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )

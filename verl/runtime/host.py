@@ -404,7 +404,7 @@ class Host:
             for name, engine in self._ready.engines.items():
                 if name not in facts:
                     raise RequestError(f"{folder} holds no {name}, which is trained now")
-                engine.restore(checkpoint.tensors(name), checkpoint.tensors(f"{name}_optimizer"), facts[name])
+                engine.restore(checkpoint.parts(name), checkpoint.parts(f"{name}_optimizer"), facts[name])
 
         self._compute(take)
 

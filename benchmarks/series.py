@@ -1,6 +1,6 @@
 """The measurements of docs/performance.md and the tests that need GPUs, one after another or side by side.
 
-    python benchmarks/series.py one [--only saves,native-7b] [--seconds 1700] [--out runs/series] [--vllm "PYTHON"]
+    python benchmarks/series.py one [--only saves,generation-7b] [--seconds 1700] [--out runs/series] [--vllm "PYTHON"]
     python benchmarks/series.py two
 
 ``one`` and ``two``: of how many GPUs the jobs are; each gets its own, and waits until they are free. ``--vllm`` is the
@@ -52,13 +52,9 @@ SETS: dict[str, list[Job]] = {
             toy=f"{TOY} --global-shape toy --actor-shape toy",
         ),
         Job(
-            "native-7b", 300,
-            "{py} benchmarks/rollout.py --device cuda --random 7b --engines native --repeats 1 --ragged-rows 0",
-            toy="--device cpu --random toy --groups 2 --samples 2 --prompt 16 --new 8",
-        ),
-        Job(
-            "vllm-7b", 300,
-            "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock --repeats 1 --ragged-rows 0",
+            "generation-7b", 400,
+            "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0",
+            toy="--device cpu --random toy --engines native --groups 2 --samples 2 --prompt 16 --new 8",
         ),
         Job("vllm-contract", 300, VTEST + " tests/rollout/test_vllm.py"),
         Job("gpu-tests", 400, GPU_TESTS, toy=""),

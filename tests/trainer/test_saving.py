@@ -57,9 +57,9 @@ def test_memory_for_copies_is_got_after_the_first_lap_and_used(config, monkeypat
     place = Room.place
     monkeypatch.setattr(Room, "place", lambda room, name, t: found.append(place(room, name, t)) or found[-1])
 
-    def make_room(self, whole):
+    def make_room(self):
         made.append(run.controller.step)
-        self._compute(lambda: self._make_room(whole))
+        self._rooms |= {name: Room(sizes, self.device) for name, sizes in self._sizes.items()}
 
     monkeypatch.setattr(Host, "make_room", make_room)
     with Run(config(total_steps=6, checkpoint={"every_steps": 2, "keep": 4}), console=False) as run:
@@ -78,6 +78,21 @@ def test_memory_for_copies_is_got_after_the_first_lap_and_used(config, monkeypat
         run.prepare()
         run.train()
     assert not made
+
+
+def test_where_copies_do_not_fit_training_waits_for_its_saves(config, monkeypatch, caplog):
+    saves = []
+    snapshot = Host.snapshot
+    monkeypatch.setattr(Host, "snapshot", lambda self, copy, whole: saves.append(copy) or snapshot(self, copy, whole))
+    for free, copied in ((1000, [False] * 3), (None, [True, True, False])):
+        monkeypatch.setattr(host, "free_memory", lambda free=free: free)
+        caplog.clear(), saves.clear()
+        with Run(config(total_steps=3, checkpoint=EVERY), console=False) as run:
+            run.prepare(overwrite=True)
+            run.train()
+            assert run.store.steps() == [1, 2, 3] and saves == copied
+        told = [r.getMessage() for r in caplog.records if "wait for its saves" in r.getMessage()]
+        assert (free is not None) == (len(told) == 1 and "don't fit into the 9.31e-07 GiB free on" in told[0]), told
 
 
 def test_weights_that_may_be_lost_are_not_saved(config, monkeypatch, caplog):

@@ -46,25 +46,25 @@ def snapshot(tensors: Mapping[str, Tensor], room: Room | None = None) -> dict[st
 
 
 class Room:
-    """Host memory for copies of ``tensors``, and for later ones of their names and sizes; for one snapshot at a time.
+    """Host memory for copies of tensors with these names and ``sizes`` in bytes; for one snapshot at a time.
 
     Pinned for ``device`` if that is a GPU, which copies into no other memory at full speed. To get 20 GB of it takes
     seconds and stops the GPU's work unless the pages are there already, so threads touch them first and pin them chunk
     by chunk; ``place`` waits for them.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._places: dict[str, tuple[int, int, int]] = {}  # the chunk, the first byte in it, bytes
-        sizes: list[int] = []
-        for name, tensor in tensors.items():
-            size = -(-tensor.nbytes // ALIGNED) * ALIGNED
-            if size and (not sizes or sizes[-1] + size > CHUNK):
-                sizes.append(0)
+        chunks: list[int] = []
+        for name, nbytes in sizes.items():
+            size = -(-nbytes // ALIGNED) * ALIGNED
+            if size and (not chunks or chunks[-1] + size > CHUNK):
+                chunks.append(0)
             if size:
-                self._places[name] = len(sizes) - 1, sizes[-1], tensor.nbytes
-                sizes[-1] += size
+                self._places[name] = len(chunks) - 1, chunks[-1], nbytes
+                chunks[-1] += size
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="verl-room")
-        self._chunks = [threads.submit(_Chunk, size, device) for size in sizes]
+        self._chunks = [threads.submit(_Chunk, size, device) for size in chunks]
         threads.shutdown(wait=False)
 
     def place(self, name: str, tensor: Tensor) -> Tensor | None:

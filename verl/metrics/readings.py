@@ -58,6 +58,24 @@ def memory_readings(device: torch.device) -> dict[str, float]:
     return readings
 
 
+def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes of host memory that this process can still have, by the machine and by the limits of its control groups
+    (version 2); ``None`` where the system doesn't tell."""
+    try:
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+        own = (proc / "self" / "cgroup").read_text().splitlines()[-1].rpartition(":")[2].lstrip("/")
+        for group in (groups / own, *(groups / own).parents):
+            if group.is_relative_to(groups) and (group / "memory.max").exists():
+                limit = (group / "memory.max").read_text().strip()
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # a cache can go
+                free = free if limit == "max" else min(free, max(int(limit) - used, 0))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return free
+
+
 class UtilisationMeter:
     """Samples a GPU's utilisation in a thread; a single reading between two stages would say nothing.
 

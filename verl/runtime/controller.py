@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from verl.data.loader import PromptFeed
 from verl.dataflow.graph import Plan
 from verl.dataflow.nodes import Op, Rollout
 from verl.hybrid.publish import Report, Transfer
+from verl.metrics.readings import GIB
 from verl.runtime.collect import Collected, Lot, Reader, Sampler
 from verl.runtime.crew import ROLES, Crew, Span, located, retrieved
 from verl.runtime.host import gather
@@ -477,9 +479,19 @@ class Controller:
         self.source.restore(state)
         self.kl.restore(state["kl"])
 
-    async def make_room(self, whole: bool) -> None:
-        """Every host gets memory for the copies of ``snapshot``, while training goes on."""
-        await self.crew.everywhere("make_room", whole)
+    async def make_room(self, whole: bool) -> str:
+        """Every host gets memory for the copies of ``snapshot``, while training goes on; or on which machine there is
+        too little for them, and nothing is done."""
+        needed: Counter[str] = Counter()
+        free: dict[str, int | None] = {}
+        for machine, size, left in (await self.crew.everywhere("room_needed", whole)).values():
+            needed[machine] += size
+            free[machine] = left
+        for machine, size in needed.items():
+            if (left := free[machine]) is not None and size > left:
+                return f"copies of {size / GIB:.3g} GiB don't fit into the {left / GIB:.3g} GiB free on {machine}"
+        await self.crew.everywhere("make_room")
+        return ""
 
     async def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """Every host notes its part of a checkpoint; what of the optimizers is plain JSON."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import platform
 import threading
 import time
 from array import array
@@ -38,7 +39,7 @@ from verl.data.feeds import Stopped
 from verl.data.loader import PromptDataset
 from verl.dataflow.placement import Placement
 from verl.hybrid.publish import Report, Transfer
-from verl.metrics.readings import UtilisationMeter, memory_readings
+from verl.metrics.readings import UtilisationMeter, free_memory, memory_readings
 from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
 from verl.runtime.data import training_prompts
@@ -75,7 +76,8 @@ class Host:
         self.workers: Workers | None = None
         self._laps: dict[int, Shelf] = {POOL: Shelf()}
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # a checkpoint's parts and files
-        self._rooms: dict[str, Room] = {}  # for copies of its parts
+        self._sizes: dict[str, dict[str, int]] = {}  # bytes of its parts' tensors
+        self._rooms: dict[str, Room] = {}  # for copies of them
         self._utilisation = UtilisationMeter(self.device)
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="verl-fetch")
         self._loop = asyncio.new_event_loop()
@@ -345,16 +347,20 @@ class Host:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def make_room(self, whole: bool) -> None:
-        """Get host memory for the copies of ``snapshot`` while training goes on, and keep it; on a GPU's host."""
-        if self.device.type == "cuda":
-            self._compute(lambda: self._make_room(whole))
-
-    def _make_room(self, whole: bool) -> None:
-        self._snapshot(False, whole)
+    def room_needed(self, whole: bool) -> tuple[str, int, int | None]:
+        """This machine, the bytes of the copies that ``snapshot`` makes, and the bytes that are free; to be asked when
+        optimizers have their states."""
+        self._compute(lambda: self._snapshot(False, whole))
         (parts, _), self._unwritten = self._unwritten, ({}, {})
         for name, part in parts.items():
-            self._rooms[name] = Room(part.tensors if isinstance(part, Pieces) else part, self.device)
+            tensors = part.tensors if isinstance(part, Pieces) else part
+            self._sizes[name] = {key: tensor.nbytes for key, tensor in tensors.items()}
+        return platform.node(), sum(sum(sizes.values()) for sizes in self._sizes.values()), free_memory()
+
+    def make_room(self) -> None:
+        """Get that memory while training goes on, and keep it. Beside a CPU it is got by each snapshot: at once."""
+        if self.device.type == "cuda":
+            self._rooms |= {name: Room(sizes, self.device) for name, sizes in self._sizes.items()}
 
     def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes

@@ -94,6 +94,7 @@ class Run:
         self._stopping: asyncio.Task[None] | None = None
         self._saved_at = time.monotonic()
         self._more = False  # whether a step is followed by another without a word from outside
+        self._beside = cfg.checkpoint.beside_training
         self._roomy = False  # whether the hosts have memory for copies to save
         self._allow_changes = False
         self._bad = ""  # why the last lap's weights aren't trusted
@@ -333,8 +334,11 @@ class Run:
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
         if makes_room:  # the optimizer has a state now
-            self._await(self.controller.make_room(self.cfg.checkpoint.save == "global"))
             self._roomy = True
+            lacks = self._await(self.controller.make_room(self.cfg.checkpoint.save == "global"))
+            self._beside = not lacks
+            if lacks:
+                log.warning("training will wait for its saves (as with checkpoint.beside_training: false): %s", lacks)
         self._first = self._first or result.metrics
         if evaluates:
             result.metrics |= self.evaluate().metrics
@@ -354,7 +358,7 @@ class Run:
         if self._owed:
             log.warning("not saved: %s; the next step without is", self._bad)
         elif saves:
-            self._save(beside=self.cfg.checkpoint.beside_training and self._more)
+            self._save(beside=self._beside and self._more)
         return result
 
     def _lap(self, step: int, *, more: bool, fresh: bool) -> LapResult:
@@ -406,7 +410,7 @@ class Run:
         cfg = self.cfg.checkpoint
         every = cfg.every_steps or self.total_steps
         due = cfg.every_minutes is not None or -(-step // every) * every < self.total_steps
-        return due and cfg.beside_training and self._more
+        return due and self._beside and self._more
 
     def _explain(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """At DEBUG: whether trainer and sampler agree, and where the step's time went."""

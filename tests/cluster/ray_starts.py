@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -36,18 +36,25 @@ def why_not() -> str | None:
     return None if done.returncode == 0 else f"plain Ray doesn't start here: {said[-1] if said else done.returncode}"
 
 
+def surroundings(patch: pytest.MonkeyPatch) -> None:
+    """What a cluster of the tests is started with, guarded as ``ray.init`` guards one where this Ray does so."""
+    patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # else Ray leaves one in the home folder
+    patch.delenv("RAY_AUTH_MODE", raising=False)
+    with suppress(ImportError):
+        from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
+
+        enable_token_auth_by_default()
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
 @contextmanager
 def ray_cluster(cpus: int = 2) -> Iterator[None]:
     """A Ray cluster of this machine, which the runs that are started meanwhile find."""
-    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # else Ray leaves one in the home folder
-        patch.delenv("RAY_AUTH_MODE", raising=False)
-        enable_token_auth_by_default()
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        surroundings(patch)
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, **BARE})
         patch.setenv("RAY_ADDRESS", nodes.address)
         try:

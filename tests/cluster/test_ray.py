@@ -23,18 +23,15 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from tests.cluster.contract import ALONE, CALLS_ONLY, TOGETHER, alive, outcomes
 from tests.cluster.objects import Closing, worker
-from tests.cluster.ray_starts import BARE, TOKEN, why_not
+from tests.cluster.ray_starts import BARE, surroundings, why_not
 from verl.cluster.group import Context, Spec, WorkerLost
 from verl.cluster.ray import RayGroup
 from verl.config.errors import RequestError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,11 +39,7 @@ def cluster() -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)  # else Ray leaves one in the home folder
-        patch.delenv("RAY_AUTH_MODE", raising=False)
-        enable_token_auth_by_default()  # what ray.init does where it starts a cluster
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
+        surroundings(patch)
         first = {"num_cpus": 1, "num_gpus": 2, "node_name": "first"}
         nodes = Cluster(initialize_head=True, head_node_args=first | BARE)
         second = {"num_cpus": 1, "num_gpus": 1, "node_name": "second"}

@@ -111,7 +111,7 @@ def test_malformed_override(override):
         ("run_dir=  ", "gives no value"),
         ("run_dir=#x", "gives no value"),
         ("run_dir=a #b", "what follows # is a comment"),
-        ("rollout.stop=[a", r"override 'rollout.stop=\[a': can't be read: did not find expected"),
+        ("rollout.stop=[a", r"override 'rollout.stop=\[a': can't be read: .*expected ',' or '\]'"),
         ("run_dir=@x", "override 'run_dir=@x': can't be read"),
         ("seed=" + "9" * 5000, "can't be read: Exceeds the limit"),
     ],

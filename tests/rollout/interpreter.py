@@ -27,6 +27,7 @@ def _interpret() -> None:
         if fn not in replaced:
             replaced.add(fn)
             replace(fn)
+            language.core.tensor.__index__ = lambda self: self.handle.data.item()  # NumPy's int() wants no dimensions
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once

@@ -172,7 +172,7 @@ def test_a_worker_killed_while_it_updates_is_replaced(model, shared, tmp_path, m
 
 def test_a_worker_that_raises_and_one_that_stands_still(model, tmp_path, mark):
     gate = tmp_path / "gate"
-    keys = {"reward_fn": "tests.trainer.cluster_reward:picky", "eval": {}, "cluster": {"heartbeat_seconds": 2}}
+    keys = {"reward_fn": "tests.trainer.cluster_reward:picky", "eval": {}, "cluster": {"heartbeat_seconds": 5}}
     with Run(load_config(None, **runs.ppo(model, tmp_path, **SHARED, **keys)), console=False) as run:
         run.prepare()
         gate.touch()
@@ -184,7 +184,7 @@ def test_a_worker_that_raises_and_one_that_stands_still(model, tmp_path, mark):
         place = run.controller.crew.group.places[1]
         os.kill(place.pid, signal.SIGSTOP)
         start = time.monotonic()
-        with pytest.raises(WorkerLost, match=rf"^step 1, .*worker 1 .*process {place.pid}\) has not answered for 2 s"):
+        with pytest.raises(WorkerLost, match=rf"^step 1, .*worker 1 .*process {place.pid}\) has not answered for 5 s"):
             run.step()
         assert time.monotonic() - start < 15
     assert runs.none_left(mark)

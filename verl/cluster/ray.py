@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -432,7 +433,8 @@ def _connect(address: str | None) -> bool:
     try:
         if host:  # Ray itself would try for many minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what Ray plans
+            ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         what = "start Ray on this machine" if address == "local" else f"join the Ray cluster at {address!r}"
         raise RequestError(f"can't {what}: {error}") from error

@@ -12,7 +12,7 @@ from torch import nn
 from verl.config.errors import RequestError
 
 log = logging.getLogger(__name__)
-INSTALL = "pip install 'bitsandbytes>=0.48'"
+INSTALL = "pip install 'bitsandbytes>=0.50'"
 
 
 def four_bit(device: torch.device | str, dtype: torch.dtype, leave_out: list[str] | None = None) -> dict[str, Any]:

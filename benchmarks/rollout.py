@@ -53,6 +53,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from verl.config.model import ModelConfig
+from verl.models.adjacent import put_together
 from verl.models.factory import load_model, resolve_dtype
 from verl.models.naming import own_tensors
 from verl.models.packing import ATTENTION
@@ -214,6 +215,8 @@ def measure(pipe: Connection, name: str, args: argparse.Namespace) -> None:
     if name == "native":
         lm = random_model.model(args.random, args.device, dtype, vocabulary(args.random))
         lm.set_attn_implementation(ATTENTION)
+        if args.device.startswith("cuda"):  # as a run does
+            put_together(lm)
         run = of_engine(NativeEngine(Policy(lm), frozenset(), max_rows=most))
     elif name == "vllm":
         from verl.rollout.vllm import VllmEngine

@@ -61,6 +61,25 @@ def test_copies_lie_in_a_room_made_before_and_again(kind: str, monkeypatch: pyte
     room.close(), room.close()
 
 
+def test_memory_that_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies go elsewhere then."""
+    monkeypatch.setattr(module, "CHUNK", 512)
+    get = module._Chunk.__init__
+
+    def some(chunk, size, device):
+        if size == 1024:
+            raise OSError(12, "no memory")
+        get(chunk, size, device)
+
+    monkeypatch.setattr(module._Chunk, "__init__", some)
+    tensors = {"a": torch.ones(64), "b": torch.arange(200.0), "c": torch.ones(3)}
+    room = Room({name: t.nbytes for name, t in tensors.items()}, torch.device("cpu"))
+    copies = snapshot(tensors, room)
+    assert all(torch.equal(copies[name], t) for name, t in tensors.items())
+    assert [room.place(name, t) is None for name, t in tensors.items()] == [False, True, False]
+    room.close()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_snapshot_of_a_gpu():
     weight = torch.arange(2.0**20, device="cuda")

@@ -58,11 +58,17 @@ def test_where_they_do_not_lie_so_or_more_is_computed() -> None:
     qkv, mlp = of(lm)
     assert as_one(*qkv) and as_one(*mlp)
     assert as_one(*qkv[::-1]) is None and as_one(qkv[0], qkv[2]) is None
+    at = [part.weight.data_ptr() for part in qkv]
+    put_together(lm)
+    assert [part.weight.data_ptr() for part in qkv] == at
     mlp[1].weight.data = mlp[1].weight.data.clone()
     assert as_one(*mlp) is None
     hook = qkv[1].register_forward_hook(lambda *_: None)
     assert as_one(*qkv) is None
     hook.remove()
+    qkv[1].forward = qkv[1].forward
+    assert as_one(*qkv) is None
+    del qkv[1].forward
     assert as_one(*qkv)
     adapted = get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"])).get_base_model()
     assert as_one(*of(adapted)[0]) is None and as_one(*of(adapted, 0)[1])

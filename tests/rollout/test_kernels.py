@@ -150,9 +150,9 @@ def drawn(z: torch.Tensor, noise: torch.Tensor, sampling: Sampling) -> tuple[tor
     [
         Sampling(), Sampling(temperature=0.6), Sampling(greedy=True, temperature=0.7), Sampling(top_k=7),
         Sampling(top_p=0.8), Sampling(temperature=0.8, top_k=50, top_p=0.95), Sampling(top_k=10**6, top_p=0.3),
-        Sampling(temperature=0.3, top_p=0.99), Sampling(top_k=400, top_p=0.9),
+        Sampling(temperature=0.3, top_p=0.99), Sampling(top_k=400, top_p=0.9), Sampling(top_k=10**6),
     ],
-    ids=["plain", "cool", "greedy", "k", "p", "both", "big k", "cool p", "k of many blocks"],
+    ids=["plain", "cool", "greedy", "k", "p", "both", "big k", "cool p", "k of many blocks", "all k"],
 )  # fmt: skip
 @pytest.mark.parametrize("few", [False, True], ids=["", "small blocks"])
 def test_sample_equals_choose(vocabulary: int, sampling: Sampling, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +180,16 @@ def test_extreme_noise_never_gives_an_impossible_token() -> None:
     ids, logprobs = drawn(z, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64, device=DEVICE), Sampling())
     assert ids.tolist() == [7, 1300]
     torch.testing.assert_close(logprobs.cpu(), torch.tensor([0.5, 0.5]).log())
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=3), Sampling(top_k=3, top_p=0.9), Sampling(top_p=0.9), Sampling(top_k=10**6)], ids=str
+)
+def test_a_nan_among_logits_that_are_cut_shows(sampling: Sampling) -> None:
+    z = torch.zeros(2, 3000, device=DEVICE)
+    z[:, 10], z[1, 1500] = 20.0, float("nan")
+    _, logprobs = drawn(z, torch.full((2,), 0.5, dtype=torch.float64, device=DEVICE), sampling)
+    assert logprobs.isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

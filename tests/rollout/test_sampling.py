@@ -88,3 +88,12 @@ def test_vllm_chooses_for_rows_of_any_limit_at_once(monkeypatch: pytest.MonkeyPa
     chooser.update_state(SimpleNamespace(removed=[], added=params, moved=[]))
     out = chooser.apply(torch.randn(6, 32))
     assert sorted(calls) == [1, 5] and (out > float("-inf")).sum(1).tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3), Sampling(top_p=0.9), Sampling(top_k=3, top_p=0.9)])
+def test_what_is_not_finite_shows(bad: float, sampling: Sampling) -> None:
+    logits = torch.randn(2, 600)
+    logits[1, 500] = bad
+    ids, logprobs = choose(logits, torch.full((2,), 0.5, dtype=torch.float64), sampling)
+    assert logprobs.isfinite().tolist() == [True, False] and ((ids >= 0) & (ids < 600)).all()

@@ -80,6 +80,26 @@ def test_memory_for_copies_is_got_after_the_first_lap_and_used(config, monkeypat
     assert not made
 
 
+def test_memory_for_copies_waits_for_an_optimizer_step(config, tmp_path, monkeypatch):
+    """The first lap's rewards are equal, so nothing is trained, and the optimizer has no state yet."""
+    gate, made = tmp_path / "gate", []
+
+    def of_second_lap(response_ids: list[int]) -> float:
+        return sum(i < 16 for i in response_ids) if gate.exists() else 1.0
+
+    def make_room(self):
+        made.append((run.controller.step, any(name.startswith("exp_avg") for name in self._sizes["actor_optimizer"])))
+
+    monkeypatch.setattr(Host, "make_room", make_room)
+    with Run(config(total_steps=5, checkpoint={"every_steps": 4}, reward_fn=of_second_lap), console=False) as run:
+        run.prepare()
+        run._more = True
+        assert run.step().metrics["policy/rows_trained"] == 0
+        gate.touch()
+        run.train()
+    assert made == [(2, True)]
+
+
 def test_where_copies_do_not_fit_training_waits_for_its_saves(config, monkeypatch, caplog):
     saves = []
     snapshot = Host.snapshot

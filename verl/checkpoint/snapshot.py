@@ -70,7 +70,7 @@ class Room:
     def place(self, name: str, tensor: Tensor) -> Tensor | None:
         """Memory of the shape and dtype of ``tensor``; ``None`` if there is none for it."""
         number, start, size = self._places.get(name, (0, 0, -1))
-        if size != tensor.nbytes:
+        if size != tensor.nbytes or self._chunks[number].exception() is not None:  # the system gave none
             return None
         return self._chunks[number].result().bytes[start : start + size].view(tensor.dtype).view(tensor.shape)
 
@@ -78,11 +78,13 @@ class Room:
         """No copy is read any more; a second call does nothing."""
         chunks, self._chunks, self._places = self._chunks, [], {}
         for chunk in chunks:
-            if not chunk.cancel():
+            if not chunk.cancel() and chunk.exception() is None:
                 chunk.result().unpin()
 
 
 class _Chunk:
+    told = False  # once is enough
+
     def __init__(self, size: int, device: torch.device) -> None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # 3 times as fast to get; a fork would move pinned pages
@@ -96,8 +98,9 @@ class _Chunk:
                 runtime = torch.cuda.cudart()
                 done = runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0) == runtime.cudaError.success
             self._runtime = runtime if done else None
-            if not done:
-                log.warning("%d MiB of host memory could not be pinned: saves hold training longer", size // 2**20)
+            if not done and not _Chunk.told:
+                _Chunk.told = True
+                log.warning("host memory could not be pinned: saves hold training longer")
 
     def unpin(self) -> None:
         if self._runtime is not None:

@@ -18,7 +18,8 @@ def put_together(model: nn.Module) -> None:
     for module in model.modules():
         for names in TOGETHER:
             parts = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
-            if len(parts) < len(names) or len({(p.in_features, p.bias is None) for p in parts}) > 1:
+            alike = len({(p.in_features, p.bias is None) for p in parts}) == 1
+            if len(parts) < len(names) or not alike or as_one(*parts) is not None:
                 continue
             for tensors in ([p.weight for p in parts], [p.bias for p in parts if p.bias is not None]):
                 if len({(t.dtype, t.device) for t in tensors}) == 1:
@@ -32,7 +33,7 @@ def as_one(*parts: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
     ``None`` where they don't, or where more is computed than their products (adapters, hooks, fewer bits).
     """
-    if any(type(p) is not nn.Linear or p._forward_hooks or p._forward_pre_hooks for p in parts):
+    if any(type(p) is not nn.Linear or p._forward_hooks or p._forward_pre_hooks or "forward" in vars(p) for p in parts):
         return None
     weight = _joint([p.weight for p in parts])  # type: ignore[misc]
     biases = [p.bias for p in parts if p.bias is not None]

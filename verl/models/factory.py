@@ -25,7 +25,6 @@ from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
 from verl.models import unread
 from verl.models.adapters import base_of, is_adapter_folder, task_of, with_adapter
-from verl.models.adjacent import put_together
 from verl.models.decoder import adapted, base_model
 from verl.models.packing import ATTENTION, set_attention
 from verl.models.probe import probe
@@ -188,8 +187,6 @@ def _ready(lm: nn.Module, cfg: ModelConfig, device: torch.device | str, dtype: t
         for p in lm.parameters():
             p.data = p.data.to(dtype)
     lm.to(device=device)
-    if torch.device(device).type == "cuda":  # for generation
-        put_together(base)
     if is_four_bit(base):
         keep_gradients(base)
         warn_of_stacks(base)

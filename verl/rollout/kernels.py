@@ -252,7 +252,9 @@ def _blocks(
     inside = i < vocabulary
     if CUT:  # blocks that go as a whole needn't be read again
         bound = tl.load(least + row)
-        inside &= (tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf")) >= bound)[:, None]
+        gone = tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf")) < bound
+        mass = tl.load(masses + row * blocks + block, mask=block < blocks, other=0.0)
+        inside &= ~(gone & (mass == mass))[:, None]  # a NaN must show
     x = tl.load(z + row * vocabulary + i, mask=inside, other=float("-inf"))
     if CUT:
         x = tl.where(x < bound, float("-inf"), x)
@@ -364,7 +366,7 @@ def _least(
         wanted = tl.sum(mass.to(tl.float64), 0)
         share = (1 - top_p) / 2 * wanted / vocabulary
         low = tl.maximum(low, _key(top + temperature * tl.log(share).to(tl.float32)).to(tl.int64))
-        wanted *= top_p
+        wanted = tl.where(top_p < 1, top_p * wanted, float("inf"))
     high, limit, more = end, end, tl.zeros([], tl.float64)
     count = _gather(z, tops, low, limit, found, vocabulary, blocks, BLOCK, RUN, ROOM)
     while (count > ROOM) & (low < high):

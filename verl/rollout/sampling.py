@@ -103,4 +103,4 @@ def _least_kept(z: Tensor, sampling: Sampling) -> Tensor:
         return values[:, -1:]
     p = values.softmax(-1, dtype=torch.float64)
     kept = p.cumsum(-1) - p < sampling.top_p  # mass before it is not enough yet
-    return values.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))  # none where a logit isn't finite

@@ -349,18 +349,19 @@ class Host:
 
     def room_needed(self, whole: bool) -> tuple[str, int, int | None]:
         """This machine, the bytes of the copies that ``snapshot`` makes, and the bytes that are free; to be asked when
-        optimizers have their states."""
-        self._compute(lambda: self._snapshot(False, whole))
-        (parts, _), self._unwritten = self._unwritten, ({}, {})
-        for name, part in parts.items():
-            tensors = part.tensors if isinstance(part, Pieces) else part
-            self._sizes[name] = {key: tensor.nbytes for key, tensor in tensors.items()}
+        optimizers have their states. Megatron's parts are gathered in host memory, so room for them is no help."""
+        if self._ready.engines and self.cfg.actor_model_config.engine != "megatron":  # others may be sampling ahead
+            self._compute(lambda: self._snapshot(False, whole))
+            (parts, _), self._unwritten = self._unwritten, ({}, {})
+            for name, part in parts.items():
+                tensors = part.tensors if isinstance(part, Pieces) else part
+                self._sizes[name] = {key: tensor.nbytes for key, tensor in tensors.items()}
         return platform.node(), sum(sum(sizes.values()) for sizes in self._sizes.values()), free_memory()
 
     def make_room(self) -> None:
         """Get that memory while training goes on, and keep it. Beside a CPU it is got by each snapshot: at once."""
-        if self.device.type == "cuda":
-            self._rooms |= {name: Room(sizes, self.device) for name, sizes in self._sizes.items()}
+        if self.device.type == "cuda" and not self._rooms:
+            self._rooms = {name: Room(sizes, self.device) for name, sizes in self._sizes.items()}
 
     def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes

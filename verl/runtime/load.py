@@ -34,6 +34,8 @@ from verl.engines.fsdp import FsdpEngine
 from verl.engines.sharding import device_mesh
 from verl.hybrid.table import parts_in
 from verl.layout import Layout
+from verl.models.adjacent import put_together
+from verl.models.decoder import base_model
 from verl.models.factory import load_model, load_scorer, load_tokenizer, resolve_dtype
 from verl.models.policy import Policy
 from verl.models.scorer import Scorer
@@ -184,6 +186,10 @@ def load(
             judge = Policy(load_model(judge_cfg, device, dtype, sharded("process_reward")))
         judge_start = _frozen(judge)
 
+    generates = trained if copied is None else copied
+    if "rollout" in mine and device.type == "cuda" and not cfg.rollout.outside and isinstance(generates, Policy):
+        put_together(base_model(generates.lm))  # before anything holds its memory
+        torch.cuda.empty_cache()
     workers = Workers(ThreadPoolExecutor(1, "compute"), Publisher())
     if trained is not None:
         actor = engine(trained, actor_cfg, "actor")
@@ -207,9 +213,8 @@ def load(
     if value is not None and critic_cfg is not None:
         workers.critic = CriticWorker(engine(value, critic_cfg, "critic"), cfg)
     if "rollout" in mine:
-        policy = copied if copied is not None else trained
         dtype = resolve_dtype(actor_cfg.dtype, device)
-        mine_policy = policy if isinstance(policy, Policy) else None
+        mine_policy = generates if isinstance(generates, Policy) else None
         rollout = rollout_engine(cfg, mine_policy, tokenizer, device, dtype, gpus)
         if (thread := getattr(rollout, "thread", None)) is not None:  # who samples and who trains take turns
             workers.compute.shutdown()

@@ -326,14 +326,13 @@ class Run:
         every = self.cfg.eval.every_steps
         evaluates = self.held_out is not None and (step == self.total_steps or bool(every and step % every == 0))
         saves = (self._save_due(step) or self._owed) and step < self.total_steps
-        makes_room = not self._roomy and self._saves_beside(step)
-        alone = evaluates or saves or makes_room  # the hosts are asked for something after this lap
-        more = self._more and step < self.total_steps and self.stop is None and not alone
+        more = self._more and step < self.total_steps and self.stop is None and not (evaluates or saves)
         drawn = None if isinstance(self.controller.source, Sampler) else self.feed.state()
         result = self._lap(step, more=more, fresh=saves)
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
-        if makes_room:  # the optimizer has a state now
+        stepped = result.metrics.get("policy/rows_trained") != 0  # so that the optimizer has a state
+        if stepped and not self._roomy and self._saves_beside(step):
             self._roomy = True
             lacks = self._await(self.controller.make_room(self.cfg.checkpoint.save == "global"))
             self._beside = not lacks

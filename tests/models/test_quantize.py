@@ -194,5 +194,5 @@ def test_what_can_t_be_quantised_says_what_would_be_right(tmp_path, monkeypatch)
         policy(f_llama())
     find = importlib.util.find_spec
     monkeypatch.setattr(quantize, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    with pytest.raises(RequestError, match=r"pip install 'bitsandbytes>=0\.48'"):
+    with pytest.raises(RequestError, match=r"pip install 'bitsandbytes>=0\.50'"):
         policy(save(tmp_path, f_llama(), f_bpe()))

@@ -68,12 +68,12 @@ def test_a_program_that_never_ends_is_wrong_and_leaves_nothing() -> None:
         ["def f(): return 1", "def f(): return 2", "def f():\n while True: pass", "f = lambda: 1"], answer=[tests] * 4
     )
     before, programs = children(), running()
-    with Rewards([{"name": "code", "timeout": 1.0}], timeout=5.0, processes=2) as rewards:
+    with Rewards([{"name": "code", "timeout": 3.0}], timeout=15.0, processes=2) as rewards:
         rewards.score(rows[:2])
         for _ in range(3):
             start = time.perf_counter()
             scores = rewards.score(rows)
-            assert time.perf_counter() - start < 20  # the loop has no end
+            assert time.perf_counter() - start < 60  # the loop has no end
             assert scores.totals == [1.0, 0.0, 0.0, 1.0] and scores.counts["timed_out"] == 0
             assert scores.extra["code/timed_out"] == [0.0, 0.0, 1.0, 0.0]
             assert running() <= programs

@@ -1,13 +1,57 @@
-"""Ranks and their places: data, tensor, context and pipeline parallel. Numbers only; no process is touched."""
+"""Ranks and their places: data, tensor, context and pipeline parallel; boxes, which are parts of tensors. Numbers only;
+no process is touched."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verl.config.errors import RequestError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Axis = Literal["pp", "dp", "cp", "tp"]
+Box = tuple[tuple[int, int], ...]  # of a tensor: a half-open range of indices along each dimension
+
+
+def elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def meet(a: Box, b: Box) -> Box | None:
+    """What lies in both; ``None`` if that is nothing."""
+    both = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, and which box of a larger one it is."""
+
+    tensor: Tensor
+    box: Box
+
+    def __post_init__(self) -> None:
+        if (shape := tuple(stop - start for start, stop in self.box)) != self.tensor.shape:
+            raise ValueError(f"a part of shape {tuple(self.tensor.shape)} can't be the box {self.box} of shape {shape}")
+
+    def has(self, box: Box) -> bool:
+        return all(a <= start and stop <= b for (a, b), (start, stop) in zip(self.box, box, strict=True))
+
+    def at(self, box: Box) -> Tensor:
+        """A view of ``box``, which lies inside."""
+        view = self.tensor
+        for dim, ((start, stop), (a, b)) in enumerate(zip(box, self.box, strict=True)):
+            if (start, stop) != (a, b):
+                view = view.narrow(dim, start - a, stop - start)
+        return view
 
 
 class Piece(NamedTuple):

@@ -62,7 +62,7 @@ def test_a_part_is_put_together_alone(tmp_path: Path) -> None:
     assert torch.equal(parts["matrix"][...], matrix) and torch.equal(parts["matrix"][(slice(2, 4),)], matrix[2:4])
     assert parts["step"][...] == 4 and parts["step"][()] == 4 and parts["none"][...].shape == (0, 2)
     alone = parts["matrix"][1:3, :2]  # of one piece, which is not copied
-    assert alone.untyped_storage().data_ptr() == parts["matrix"].pieces[0][0].untyped_storage().data_ptr()
+    assert alone.untyped_storage().data_ptr() == parts["matrix"].parts[0].tensor.untyped_storage().data_ptr()
 
 
 def test_pieces_that_are_one_memory_are_written_once(tmp_path: Path) -> None:

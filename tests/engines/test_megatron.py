@@ -25,8 +25,8 @@ from verl.config.model import ModelConfig, OptimizerConfig
 from verl.engines.context_parallel import context_group
 from verl.engines.megatron import MegatronEngine, megatron_mesh
 from verl.hybrid.publish import Corridor
-from verl.hybrid.table import Part, parts_of
-from verl.layout import Layout
+from verl.hybrid.table import parts_of
+from verl.layout import Layout, Part
 from verl.models.decoder import in_place
 from verl.models.factory import load_model
 from verl.models.policy import Policy

@@ -10,20 +10,16 @@ import pytest
 from tests.hybrid.toy import Case, cases, sent, toy
 from verl.config.errors import RequestError
 from verl.hybrid.reshard import (
-    Box,
     Weight,
     cost,
     cost_of_gathering,
-    elements,
     generation,
     inside,
-    meet,
     plan,
     training,
-    whole,
     without,
 )
-from verl.layout import Layout
+from verl.layout import Box, Layout, elements, meet, whole
 
 CASES = [case for size in (1, 2, 4, 8, 16) for case in cases(size, size, 60)]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.forks import FORKS
 from verl.hybrid import publish
 from verl.hybrid.publish import Corridor, Report
-from verl.hybrid.reshard import Box, Holdings, Plan, Weight, generation, training
-from verl.hybrid.table import Part, Table
+from verl.hybrid.reshard import Holdings, Plan, Weight, generation, training
+from verl.hybrid.table import Table
 from verl.hybrid.transport import Distributed
-from verl.layout import Layout
+from verl.layout import Box, Layout, Part
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, EXPERTS, VOCAB, LAYERS = 8, 4, 2, 16, 32, 3, 24, 4
 FUSED = ("q_proj", "k_proj", "v_proj")  # generation keeps these of a layer in one tensor

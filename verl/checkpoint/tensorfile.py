@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.config.errors import RunError
+from verl.layout import Part, meet
 
 _DTYPES = {
     torch.float64: "F64",
@@ -37,7 +38,6 @@ _BOXES = "boxes"  # metadata key of a file of pieces: `Boxes`, as a JSON object
 
 
 Boxes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of pieces: the whole's shape, and their start in it
-Tensors = Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 RESERVED = 4 * 2**20  # bytes kept free for the header of a `TensorStream`: enough for about 30,000 tensors
 
 
@@ -133,35 +133,29 @@ class Pieces:
 
 
 class Scattered:
-    """A tensor in pieces, each with its start. An index, slices of the first dimensions or ``...``, puts together what
-    it asks for alone."""
+    """A tensor in parts. An index, slices of the first dimensions or ``...``, puts together what it asks for alone."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = torch.Size(shape)
-        self.pieces: list[tuple[Tensor, list[int]]] = []
+        self.parts: list[Part] = []
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pieces[0][0].dtype
+        return self.parts[0].tensor.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         given = () if index is ... else index
         slices = [*given, *[slice(None)] * (len(self.shape) - len(given))]
-        wanted = [s.indices(n)[:2] for s, n in zip(slices, self.shape, strict=True)]
-        found = []
-        for piece, start in self.pieces:
-            spans = zip(wanted, start, piece.shape, strict=True)
-            both = [(max(a, at), min(b, at + n)) for (a, b), at, n in spans]
-            if all(a < b for a, b in both):
-                mine = piece[tuple(slice(a - at, b - at) for (a, b), at in zip(both, start, strict=True))]
-                found.append((mine, tuple(slice(a - w[0], b - w[0]) for (a, b), w in zip(both, wanted, strict=True))))
-        size = [max(b - a, 0) for a, b in wanted]
-        if len(found) == 1 and list(found[0][0].shape) == size:
-            return found[0][0]
-        part = torch.empty(size, dtype=self.dtype)
-        for mine, place in found:
-            part[place] = mine
-        return part
+        spans = [s.indices(n) for s, n in zip(slices, self.shape, strict=True)]
+        box = tuple((start, max(start, stop)) for start, stop, _ in spans)
+        for part in self.parts:
+            if part.has(box):
+                return part.at(box)
+        whole = Part(torch.empty([stop - start for start, stop in box], dtype=self.dtype), box)
+        for part in self.parts:
+            if (both := meet(part.box, box)) is not None:
+                whole.at(both).copy_(part.at(both))
+        return whole.tensor
 
 
 class Joined(Mapping[str, Tensor]):
@@ -176,9 +170,10 @@ class Joined(Mapping[str, Tensor]):
         for path in paths:
             tensors, metadata = _read(path)
             for name, (shape, start) in json.loads(metadata.get(_BOXES, "{}")).items():
-                self.parts.setdefault(name, Scattered(shape)).pieces.append((tensors[name], start))
-        for name, part in self.parts.items():
-            found, whole = sum(piece.numel() for piece, _ in part.pieces), part.shape.numel()
+                box = tuple((at, at + n) for at, n in zip(start, tensors[name].shape, strict=True))
+                self.parts.setdefault(name, Scattered(shape)).parts.append(Part(tensors[name], box))
+        for name, scattered in self.parts.items():
+            found, whole = sum(part.tensor.numel() for part in scattered.parts), scattered.shape.numel()
             if found != whole:
                 where = paths[0].parent
                 raise RunError(f"{where} is damaged: its files hold {found} of {name}'s {whole} values")

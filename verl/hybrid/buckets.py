@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from verl.hybrid.reshard import Move, elements
+from verl.hybrid.reshard import Move
+from verl.layout import elements
 
 ALIGNED = 16  # bytes; every message begins where any dtype may
 LANES = 1024  # of a checksum

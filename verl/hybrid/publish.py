@@ -22,9 +22,10 @@ from torch import Tensor
 from verl.config.engine import HybridConfig
 from verl.config.errors import RunError
 from verl.hybrid.buckets import as_bytes, bits, buckets, lanes, padded, totals, words
-from verl.hybrid.reshard import Box, Move, elements, plan, whole
-from verl.hybrid.table import Kept, Part, Parts, Table
+from verl.hybrid.reshard import Move, plan
+from verl.hybrid.table import Kept, Parts, Table
 from verl.hybrid.transport import Alone, Distributed, Transport
+from verl.layout import Box, Part, elements, whole
 
 Incremental = Literal["auto", True, False]
 WHOLE = -1  # in a header: all of a move comes, not only what changed

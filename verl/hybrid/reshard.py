@@ -18,24 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from verl.config.errors import RequestError
-from verl.layout import Layout
+from verl.layout import Box, Layout, elements, meet, whole
 
-Box = tuple[tuple[int, int], ...]
 Holdings = Mapping[int, Mapping[str, Sequence[Box]]]  # rank -> weight -> boxes
-
-
-def elements(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return tuple((0, n) for n in shape)
-
-
-def meet(a: Box, b: Box) -> Box | None:
-    """What lies in both; ``None`` if that is nothing."""
-    both = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
 
 
 def without(box: Box, taken: Box) -> Iterator[Box]:

@@ -16,31 +16,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.config.errors import RunError
-from verl.hybrid.reshard import Box, Holdings, Weight, whole
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of this rank, and which box of its weight it is."""
-
-    tensor: Tensor
-    box: Box
-
-    def __post_init__(self) -> None:
-        if (shape := tuple(stop - start for start, stop in self.box)) != self.tensor.shape:
-            raise ValueError(f"a part of shape {tuple(self.tensor.shape)} can't be the box {self.box} of shape {shape}")
-
-    def has(self, box: Box) -> bool:
-        return all(a <= start and stop <= b for (a, b), (start, stop) in zip(self.box, box, strict=True))
-
-    def at(self, box: Box) -> Tensor:
-        """A view of ``box``, which lies inside."""
-        view = self.tensor
-        for dim, ((start, stop), (a, b)) in enumerate(zip(box, self.box, strict=True)):
-            if (start, stop) != (a, b):
-                view = view.narrow(dim, start - a, stop - start)
-        return view
-
+from verl.hybrid.reshard import Holdings, Weight
+from verl.layout import Box, Part, whole
 
 Parts = Mapping[str, Sequence[Part]]  # by weight
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from verl.config.run import RunConfig
 from verl.dataflow.placement import Placement
-from verl.hybrid.reshard import Cost, Weight, cost, cost_of_gathering, training, whole
-from verl.layout import Layout
+from verl.hybrid.reshard import Cost, Weight, cost, cost_of_gathering, training
+from verl.layout import Layout, whole
 
 GRADIENT, MASTER = 4, 4  # bytes of a trained value; fp32 weights are their own masters
 MOMENTS = {"adamw": 8, "adamw8bit": 2, "muon": 8, "sgd": 4}  # at most; a factory's are taken to be AdamW's

@@ -484,7 +484,8 @@ class Controller:
         too little for them, and nothing is done."""
         needed: Counter[str] = Counter()
         free: dict[str, int | None] = {}
-        for machine, size, left in (await self.crew.everywhere("room_needed", whole)).values():
+        for rank, (size, left) in (await self.crew.everywhere("room_needed", whole)).items():
+            machine = self.crew.group.places[rank].node
             needed[machine] += size
             free[machine] = left
         for machine, size in needed.items():

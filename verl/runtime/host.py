@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import platform
 import threading
 import time
 from array import array
@@ -39,6 +38,7 @@ from verl.data.feeds import Stopped
 from verl.data.loader import PromptDataset
 from verl.dataflow.placement import Placement
 from verl.hybrid.publish import Report, Transfer
+from verl.layout import Piece
 from verl.metrics.readings import UtilisationMeter, free_memory, memory_readings
 from verl.models.factory import load_tokenizer
 from verl.rewards.base import Scores
@@ -347,54 +347,61 @@ class Host:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def room_needed(self, whole: bool) -> tuple[str, int, int | None]:
-        """This machine, the bytes of the copies that ``snapshot`` makes, and the bytes that are free; to be asked when
-        optimizers have their states. Megatron's parts are gathered in host memory, so room for them is no help."""
+    def room_needed(self, whole: bool) -> tuple[int, int | None]:
+        """Bytes of the copies that ``snapshot`` makes, and of memory that is free; to be asked when optimizers have
+        their states. Megatron's parts are gathered in host memory, so room for them is no help."""
+
+        def measure() -> None:
+            for saved in self._saved(whole):
+                for part, pieces in saved.parts.items():
+                    self._sizes[part] = {piece.name: piece.tensor.nbytes for piece in pieces}
+
         if self._ready.engines and self.cfg.actor_model_config.engine != "megatron":  # others may be sampling ahead
-            self._compute(lambda: self._snapshot(False, whole))
-            (parts, _), self._unwritten = self._unwritten, ({}, {})
-            for name, part in parts.items():
-                tensors = part.tensors if isinstance(part, Pieces) else part
-                self._sizes[name] = {key: tensor.nbytes for key, tensor in tensors.items()}
-        return platform.node(), sum(sum(sizes.values()) for sizes in self._sizes.values()), free_memory()
+            self._compute(measure)
+        return sum(sum(sizes.values()) for sizes in self._sizes.values()), free_memory()
 
     def make_room(self) -> None:
         """Get that memory while training goes on, and keep it. Beside a CPU it is got by each snapshot: at once."""
         if self.device.type == "cuda" and not self._rooms:
-            self._rooms = {name: Room(sizes, self.device) for name, sizes in self._sizes.items()}
+            self._rooms = {part: Room(sizes, self.device) for part, sizes in self._sizes.items()}
 
     def snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
         """What ``write`` will write, as it is now; gives what of the optimizers is plain JSON. ``copy``: training goes
         on before it is written. ``whole``: everything that is trained, with its optimizer; else the policy alone."""
         return self._compute(lambda: self._snapshot(copy, whole))
 
+    def _saved(self, whole: bool) -> Iterator[_Saved]:
+        """On every host in the same order, and each part to its end before the next: some gather."""
+        for role, engine in self._ready.engines.items():
+            if role != "actor" and not whole:
+                continue
+            ranks = self.placement.ranks(role)
+            number = ranks.index(self.context.rank)
+            suffix = f"_{number}" if len(ranks) > 1 else ""
+            weights, state, scalars = engine.saved(whole)
+            parts = {f"{role}{suffix}": weights} | ({f"{role}_optimizer{suffix}": state} if whole else {})
+            yield _Saved(role, number, len(ranks) == 1, parts, scalars)
+
     def _snapshot(self, copy: bool, whole: bool) -> dict[str, Any]:
-        workers = self._ready
         parts: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         files = {}
-        for name, engine in workers.engines.items():  # on every host in this order: some gather
-            if name != "actor" and not whole:
-                continue
-            ranks = self.placement.ranks(name)
-            number = ranks.index(self.context.rank)
-            weights, state, scalars = engine.saved(whole)
-            named = {name: weights} | ({f"{name}_optimizer": state} if whole else {})
-            for part, pieces in named.items():
+        for saved in self._saved(whole):
+            for part, pieces in saved.parts.items():
                 held = list(pieces)
                 tensors = {piece.name: piece.tensor for piece in held}
-                own = part if len(ranks) == 1 else f"{part}_{number}"
                 if copy:
-                    tensors = snapshot(tensors, self._rooms.get(own))
-                if len(ranks) == 1:
-                    parts[own] = tensors
-                elif held or not number:
-                    parts[own] = Pieces(tensors, {piece.name: (piece.shape, piece.start) for piece in held})
-            if not number:
-                facts[name] = scalars
-            if name == "actor" and not number:
-                assert workers.trained is not None
-                files["hf"] = model_files(workers.trained.lm, self._tokenizer, self.cfg.actor_model_config)
+                    tensors = snapshot(tensors, self._rooms.get(part))
+                if saved.alone:
+                    parts[part] = tensors
+                elif held or not saved.number:
+                    parts[part] = Pieces(tensors, {piece.name: (piece.shape, piece.start) for piece in held})
+            if not saved.number:
+                facts[saved.role] = saved.scalars
+            if saved.role == "actor" and not saved.number:
+                trained = self._ready.trained
+                assert trained is not None
+                files["hf"] = model_files(trained.lm, self._tokenizer, self.cfg.actor_model_config)
         self._unwritten = parts, files
         return facts
 
@@ -464,6 +471,16 @@ class Host:
             if isinstance(error, torch.OutOfMemoryError):
                 text += "\n" + memory_advice(self.cfg)
             raise LocatedError(text) from error
+
+
+class _Saved(NamedTuple):
+    """What this host saves of a role's engine."""
+
+    role: str
+    number: int  # of the host among the role's
+    alone: bool
+    parts: dict[str, Iterator[Piece]]
+    scalars: dict[str, Any]
 
 
 class _Fact(NamedTuple):

@@ -331,13 +331,8 @@ class Run:
         result = self._lap(step, more=more, fresh=saves)
         result.metrics |= self._await(self.controller.readings())
         self._explain(step, result.metrics)
-        stepped = result.metrics.get("policy/rows_trained") != 0  # so that the optimizer has a state
-        if stepped and not self._roomy and self._saves_beside(step):
-            self._roomy = True
-            lacks = self._await(self.controller.make_room(self.cfg.checkpoint.save == "global"))
-            self._beside = not lacks
-            if lacks:
-                log.warning("training will wait for its saves (as with checkpoint.beside_training: false): %s", lacks)
+        if result.metrics.get("policy/rows_trained") != 0:  # so that the optimizer has a state
+            self._make_room(step)
         self._first = self._first or result.metrics
         if evaluates:
             result.metrics |= self.evaluate().metrics
@@ -404,12 +399,17 @@ class Run:
         late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return late or bool(every and step % every == 0)
 
-    def _saves_beside(self, step: int) -> bool:
-        """Whether one of the saves from ``step`` on will be beside training."""
+    def _make_room(self, step: int) -> None:
+        """For copies, if one of the saves from ``step`` on will be beside training, and it isn't made yet."""
         cfg = self.cfg.checkpoint
         every = cfg.every_steps or self.total_steps
         due = cfg.every_minutes is not None or -(-step // every) * every < self.total_steps
-        return due and self._beside and self._more
+        if self._roomy or not (due and self._beside and self._more):
+            return
+        self._roomy = True
+        if lacks := self._await(self.controller.make_room(cfg.save == "global")):
+            self._beside = False
+            log.warning("training will wait for its saves (as with checkpoint.beside_training: false): %s", lacks)
 
     def _explain(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """At DEBUG: whether trainer and sampler agree, and where the step's time went."""

@@ -146,13 +146,11 @@ class RLTrainer:
             if run.stop is not None:
                 run.save_at_end()
                 raise KeyboardInterrupt if run.stop is signal.SIGINT else SystemExit(128 + run.stop)
-        except Exception:
-            with contextlib.suppress(Exception):  # what failed first is told
-                if self._run is not None and not self._run.controller.failed:  # finished laps are sound
-                    self._run.save_at_end()
-            self.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                with contextlib.suppress(Exception):  # what failed first is told
+                    if self._run is not None and not self._run.controller.failed:  # finished laps are sound
+                        self._run.save_at_end()
             self.close()
             raise
         return result.metrics

@@ -20,6 +20,7 @@ from verl.config.errors import RunError  # noqa: E402
 from verl.models.adjacent import put_together  # noqa: E402
 from verl.models.packing import ATTENTION, pack  # noqa: E402
 from verl.models.policy import Policy  # noqa: E402
+from verl.rollout import graph  # noqa: E402
 from verl.rollout.base import Request, Sampling  # noqa: E402
 from verl.rollout.graph import Decode, Pending  # noqa: E402
 from verl.rollout.native import NativeEngine  # noqa: E402
@@ -42,7 +43,7 @@ def engine_of(lm, eos=frozenset({EOS}), max_rows=64, tokenizer=None, dtype=torch
 
 def captured(engine: NativeEngine) -> int:
     assert engine._step is not None
-    return sum(graph is not None for graph in engine._step.graphs.values())
+    return sum(one is not None for one in engine._step.graphs.values())
 
 
 class TestContract(test_native.TestContract):
@@ -51,11 +52,14 @@ class TestContract(test_native.TestContract):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_tokens_are_those_of_the_other_path(kind: str) -> None:
+@pytest.mark.parametrize("again", [0, graph.AGAIN], ids=["prompts together", ""])
+def test_tokens_are_those_of_the_other_path(kind: str, again: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of many lengths, more than fit side by side; steps of several sizes, captured and not."""
+    monkeypatch.setattr(graph, "AGAIN", again)
     lengths = {r: 2 + 7 * i % 40 for i, r in enumerate(requests(samples=9))}
     fused, plain = (engine_of(model_of(MODELS[kind]), frozenset(), 20, kind=k) for k in (NativeEngine, Plain))
     got = test_native.ask_lengths(fused, lengths)
+    assert fused._step is not None and fused._step.together == (again == 0)
     same(got, test_native.ask_lengths(plain, lengths), 1e-4)
     assert captured(fused) > 2 and plain._step is None
     same(test_native.ask_lengths(fused, lengths), got, 1e-6)  # from graphs alone

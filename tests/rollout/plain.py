@@ -60,7 +60,7 @@ def rotate_store(q, k, v, norms, eps, cos, sin, table, slot, place) -> None:
             store[slot[kept], :, place[kept]] = new[kept]
 
 
-def attend(q, dim, kv_heads, table, slot, group, prompt, place) -> Tensor:
+def attend(q, dim, kv_heads, table, slot, group, prompt, place, *, together) -> Tensor:
     entry, heads = table.tolist(), q.shape[1] // dim
     out = torch.zeros_like(q).view(len(q), heads, dim)
     prompts = [stored(a, int(group.max()) + 1, kv_heads, entry[4], q, dim) for a in entry[:2]]

@@ -29,6 +29,7 @@ from verl.config.errors import RunError
 from verl.models.adjacent import put_together
 from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
+from verl.rollout import graph
 from verl.rollout.base import Response, Sampling
 from verl.rollout.cache import GIB
 from verl.rollout.graph import Decode, fits, size_for
@@ -101,6 +102,7 @@ def same(got: dict[str, Response], expected: dict[str, Response], loose: float =
 def test_tokens_are_those_of_the_other_path(kind: str, interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not interpreted:
         stand_in(monkeypatch)
+    monkeypatch.setattr(graph, "AGAIN", 0 if kind == "qwen2" else graph.AGAIN)  # with and without a kernel of prompts
     asked = requests(PROMPTS[:2], 2) if interpreted else requests()
     lm = model_of(MODELS[kind if kind != "lora" else "qwen2"])
     if kind == "lora":
@@ -155,6 +157,20 @@ def test_what_does_not_fit_takes_the_other_path() -> None:
     hooked.backbone.layers[1].register_forward_pre_hook(lambda *_: None)  # type: ignore[union-attr, index]
     assert not fits(hooked)
     assert not fits(policy(MODELS["llama"]).double())
+
+
+def test_prompts_are_read_together_where_it_saves_much() -> None:
+    lm = f_llama()
+    lm.set_attn_implementation(ATTENTION)
+    step = Decode(Policy(lm), 512)
+
+    def rows(groups: int, each: int, prompt: int) -> list[tuple[int, ...]]:
+        return [(5, i, i // each, prompt, 0, 0, 9) for i in range(groups * each)]
+
+    assert graph.AGAIN == 65536
+    for groups, each, prompt, together in ((64, 8, 147, True), (64, 8, 146, False), (512, 1, 9000, False)):
+        step.arrange(rows(groups, each, prompt))
+        assert step.together == together
 
 
 def test_sizes() -> None:

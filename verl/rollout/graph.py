@@ -28,6 +28,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 ROPE_TYPES = {"dynamic", "longrope"}  # their angles depend on the longest row of the call
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 TABLE = 8  # int64 of a layer, see kernels.py
+AGAIN = 1 << 16  # prompts' tokens that rows would read again in a step; from here on they read them together
 NOBODY = (0, -1, 0, 0, 0, 0, 0)  # the state of a place without a row
 
 
@@ -124,7 +125,7 @@ class Decode:
         self.logprobs = torch.zeros(most, device=device)
         self.options = torch.zeros(3, dtype=torch.float64, device=device)
         self.table = torch.zeros(len(self._layers), TABLE, dtype=torch.int64, device=device)
-        self.greedy = self.cut = False
+        self.greedy = self.cut = self.together = False
         self.size = 0
         self.on_gpu = device.type == "cuda"
         self._host = [
@@ -147,7 +148,7 @@ class Decode:
 
     def release(self) -> None:
         """Give back graphs and their memory."""
-        self.graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self.graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
 
     def begin(self, cache: Cache, sampling: Sampling) -> None:
@@ -178,6 +179,8 @@ class Decode:
         self.size = size_for(len(rows))
         columns = [*rows, *[NOBODY] * (self.size - len(rows))]
         self.state[:, : self.size].copy_(torch.tensor(columns).T)
+        prompts = {row[2]: row[3] for row in rows}
+        self.together = sum(row[3] for row in rows) - sum(prompts.values()) >= AGAIN
 
     def suits(self, rows: int) -> bool:
         """Whether no smaller step would compute so many rows."""
@@ -185,7 +188,7 @@ class Decode:
 
     def launch(self) -> Pending:
         """One token for every row. The host doesn't wait for it."""
-        key = self.size, self.greedy, self.cut
+        key = self.size, self.greedy, self.cut, self.together
         if not self.on_gpu or key not in self.graphs:  # the first of its kind warms up what can't be captured
             self._step(self.size)
             self.graphs[key] = None
@@ -238,7 +241,9 @@ class Decode:
             if hasattr(attention, "q_norm"):
                 norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon
             rotate_store(q, k, v, norms, eps, cos, sin, table, slot, place)
-            h = attention.o_proj(attend(q, self.dim, self.kv_heads, table, slot, group, prompt, place))
+            h = attention.o_proj(
+                attend(q, self.dim, self.kv_heads, table, slot, group, prompt, place, together=self.together)
+            )
             h = add_norm(h, residual, after.weight, after.variance_epsilon)
             x = mlp.down_proj(silu_mul(*_products(h, mlp.gate_proj, mlp.up_proj)))
         return add_norm(x, residual, model.norm.weight, model.norm.variance_epsilon)

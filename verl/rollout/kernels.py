@@ -22,6 +22,7 @@ WAYS = 4  # thresholds tried by one pass over the logits
 ROOM = 4 * BLOCK  # logits among which top_k and top_p decide; where more may be the last to stay, all are looked at
 PIECE = 128  # of which so many are looked at together
 PROGRAMS = 132 * 8  # of decode attention: what fills a large GPU
+NEAR = 8  # rows side by side, of which those of one prompt read it together
 
 
 @triton.jit
@@ -144,60 +145,122 @@ def rotate_store(
 
 @triton.jit
 def _over(
-    q, k, v, start, stop, most, mass, acc, scale, D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr
+    q, ends, k, v, start, stop, most, mass, acc, scale, D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Go on with an online softmax (base 2) over keys ``start..stop`` of ``k`` and ``v [length, D]``."""
+    """Go on with an online softmax (base 2) over keys ``start..stop`` of ``k`` and ``v [length, D]``; each
+    query sees those before its own of the ``ends``."""
     d = tl.arange(0, D)
     for at in range(start, stop, TILE):
         i = at + tl.arange(0, TILE)
-        seen = i < stop
+        seen = i[:, None] < stop
         offset = i[:, None] * D + d[None, :]
-        keys = tl.load(tl.multiple_of(k + offset, [16, 16]), mask=seen[:, None], other=0.0)
+        keys = tl.load(tl.multiple_of(k + offset, [16, 16]), mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(i[None, :] < ends[:, None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         p, shrink = tl.exp2(scores - higher[:, None]), tl.exp2(most - higher)
-        values = tl.load(tl.multiple_of(v + offset, [16, 16]), mask=seen[:, None], other=0.0)
+        values = tl.load(tl.multiple_of(v + offset, [16, 16]), mask=seen, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
         mass, most = mass * shrink + tl.sum(p, 1), higher
     return most, mass, acc
 
 
 @triton.jit
-def _attend(
-    q, q_stride, out, parts, heights, table, slot, group, prompt, place, scale,
-    SHARE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    row, kv, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    mine, before = tl.load(slot + row), tl.load(prompt + row).to(tl.int32)
-    length = tl.where(mine < 0, 0, before + tl.load(place + row).to(tl.int32) + 1)
+def _share(part, length, PARTS: tl.constexpr, TILE: tl.constexpr):
+    """From where to where a part of ``length`` keys goes."""
     chunk = tl.cdiv(tl.cdiv(length, PARTS), TILE) * TILE
     start = tl.minimum(part * chunk, length)
-    stop = tl.minimum(start + chunk, length)
+    return start, tl.minimum(start + chunk, length)
+
+
+@triton.jit
+def _put(parts, heights, at, inside, most, mass, acc, D: tl.constexpr):
+    """A part's result, and how much it weighs beside others."""
+    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(parts + at[:, None] * D + tl.arange(0, D)[None, :], acc, mask=inside[:, None])
+    tl.store(heights + at, tl.where(mass > 0, most + tl.log2(mass), -1e30), mask=inside)
+
+
+@triton.jit
+def _attend_prompts(
+    q, q_stride, parts, heights, table, slot, group, prompt, rows, scale,
+    NEAR: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, kv, part = tl.arange(0, WIDTH), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64) * NEAR + i // SHARE
+    inside = (i < NEAR * SHARE) & (row < rows)
+    head = kv * SHARE + i % SHARE
+    queries = tl.load(
+        q + (row * q_stride + head * D)[:, None] + tl.arange(0, D)[None, :], mask=inside[:, None], other=0.0
+    )
+    most, mass = tl.full([WIDTH], -1e30, tl.float32), tl.zeros([WIDTH], tl.float32)
+    acc = tl.zeros([WIDTH, D], tl.float32)
+    before = tl.load(prompt + row, mask=inside, other=0).to(tl.int32)
+    waits = inside & (tl.load(slot + row, mask=inside, other=-1) >= 0)
+    left = tl.where(waits, tl.load(group + row, mask=inside, other=0), -1)
+    g = tl.max(left, 0)
+    while g >= 0:
+        mine = left == g
+        length = tl.where(mine, before, 0)
+        start, stop = _share(part, tl.max(length, 0), PARTS, TILE)
+        base = (g * H_KV + kv) * tl.load(table + 4) * D
+        k, v = tl.load(table).to(q.dtype) + base, tl.load(table + 1).to(q.dtype) + base
+        ends = tl.minimum(length, stop)
+        most, mass, acc = _over(queries, ends, k, v, start, stop, most, mass, acc, scale, D, TILE, PRECISION)
+        left = tl.where(mine, -1, left)
+        g = tl.max(left, 0)
+    _put(parts, heights, (row * H_KV * SHARE + head) * PARTS + part, inside, most, mass, acc, D)
+
+
+@triton.jit
+def _attend(
+    q, q_stride, out, parts, heights, table, slot, group, prompt, place, prompt_parts, prompt_heights, scale,
+    SHARE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, PROMPT_PARTS: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, kv, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    mine = tl.load(slot + row)
+    before = 0 if PROMPT_PARTS > 0 else tl.load(prompt + row).to(tl.int32)
+    length = tl.where(mine < 0, 0, before + tl.load(place + row).to(tl.int32) + 1)
+    start, stop = _share(part, length, PARTS, TILE)
     head, d = tl.arange(0, 16), tl.arange(0, D)  # 16: the least rows of a product
-    at = (kv * SHARE + head)[:, None] * D + d[None, :]
-    queries = tl.load(q + row * q_stride + at, mask=(head < SHARE)[:, None], other=0.0)
+    inside = head < SHARE
+    at = kv * SHARE + head
+    queries = tl.load(q + row * q_stride + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
     most, mass = tl.full([16], -1e30, tl.float32), tl.zeros([16], tl.float32)
     acc = tl.zeros([16, D], tl.float32)
-    base = (tl.load(group + row) * H_KV + kv) * tl.load(table + 4) * D
-    k, v = tl.load(table).to(q.dtype) + base, tl.load(table + 1).to(q.dtype) + base
-    most, mass, acc = _over(
-        queries, k, v, tl.minimum(start, before), tl.minimum(stop, before), most, mass, acc, scale, D, TILE, PRECISION
-    )
+    at += row * H_KV * SHARE
+    if PROMPT_PARTS > 0:
+        for i in range(part, PROMPT_PARTS, PARTS):
+            height = tl.load(prompt_heights + at * PROMPT_PARTS + i, mask=inside, other=-1e30)
+            more = tl.load(
+                prompt_parts + (at * PROMPT_PARTS + i)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0
+            )
+            higher = tl.maximum(most, height)
+            add, shrink = tl.where(height > -1e30, tl.exp2(height - higher), 0.0), tl.exp2(most - higher)
+            acc = acc * shrink[:, None] + more * add[:, None]
+            mass, most = mass * shrink + add, higher
+    else:
+        base = (tl.load(group + row) * H_KV + kv) * tl.load(table + 4) * D
+        k, v = tl.load(table).to(q.dtype) + base, tl.load(table + 1).to(q.dtype) + base
+        end = tl.minimum(stop, before)
+        ends = tl.zeros([16], tl.int32) + end
+        most, mass, acc = _over(
+            queries, ends, k, v, tl.minimum(start, before), end, most, mass, acc, scale, D, TILE, PRECISION
+        )
     base = (mine * H_KV + kv) * tl.load(table + 5) * D
     k, v = tl.load(table + 2).to(q.dtype) + base, tl.load(table + 3).to(q.dtype) + base
+    end = tl.maximum(stop - before, 0)
+    ends = tl.zeros([16], tl.int32) + end
     most, mass, acc = _over(
-        queries, k, v, tl.maximum(start - before, 0), tl.maximum(stop - before, 0), most, mass, acc, scale, D, TILE,
-        PRECISION,
-    )  # fmt: skip
-    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+        queries, ends, k, v, tl.maximum(start - before, 0), end, most, mass, acc, scale, D, TILE, PRECISION
+    )
     if PARTS == 1:
-        tl.store(out + row * H_KV * SHARE * D + at, acc, mask=(head < SHARE)[:, None])
+        acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(out + at[:, None] * D + d[None, :], acc, mask=inside[:, None])
     else:
-        at = ((row * H_KV + kv) * SHARE + head) * PARTS + part
-        tl.store(parts + at[:, None] * D + d[None, :], acc, mask=(head < SHARE)[:, None])
-        tl.store(heights + at, tl.where(mass > 0, most + tl.log2(mass), -1e30), mask=head < SHARE)
+        _put(parts, heights, at * PARTS + part, inside, most, mass, acc, D)
 
 
 @triton.jit
@@ -210,29 +273,54 @@ def _combine(parts, heights, out, D: tl.constexpr, PARTS: tl.constexpr):
     tl.store(out + at * D + d, x)
 
 
-def parts_for(rows: int, kv_heads: int) -> int:
-    """Into how many parts each row's keys are cut so that few rows keep a whole GPU busy."""
-    return min(16, triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * kv_heads)))
+def parts_for(programs: int, full: int) -> int:
+    """Into how many parts keys are cut so that few programs become the ``full`` number."""
+    return min(16, triton.next_power_of_2(triton.cdiv(full, programs)))
 
 
 def attend(
-    q: Tensor, dim: int, kv_heads: int, table: Tensor, slot: Tensor, group: Tensor, prompt: Tensor, place: Tensor
+    q: Tensor,
+    dim: int,
+    kv_heads: int,
+    table: Tensor,
+    slot: Tensor,
+    group: Tensor,
+    prompt: Tensor,
+    place: Tensor,
+    *,
+    together: bool,
 ) -> Tensor:
     """Attention of one token per row: ``q [N, H * D]`` -> ``[N, H * D]``. A row sees the first ``prompt [N]`` places
-    of prompt slot ``group [N]`` and places ``0..place [N]`` of response slot ``slot [N]``; slot -1 sees nothing."""
+    of prompt slot ``group [N]`` and places ``0..place [N]`` of response slot ``slot [N]``; slot -1 sees nothing.
+    ``together``: rows side by side read a prompt that they share once, at the price of another kernel."""
     rows, heads = q.shape[0], q.shape[1] // dim
-    out, parts = q.new_empty(q.shape), parts_for(rows, kv_heads)
-    partial = q.new_empty(rows * heads * parts * dim if parts > 1 else 1, dtype=torch.float32)
-    heights = q.new_empty(rows * heads * parts, dtype=torch.float32)
+    share, scale = heads // kv_heads, dim**-0.5 * 1.4426950408889634
+    out, parts = q.new_empty(q.shape), parts_for(rows * kv_heads, PROGRAMS)
     exact = q.dtype == torch.float32
+    precision = "ieee" if exact else "tf32"
+
+    def room(parts: int) -> tuple[Tensor, Tensor]:
+        n = rows * heads * parts
+        return q.new_empty(n * dim, dtype=torch.float32), q.new_empty(n, dtype=torch.float32)
+
+    of_prompts, prompt_parts = (q, q), 0
+    if together:
+        near = max(1, 16 // share) if exact else NEAR
+        blocks, width = triton.cdiv(rows, near), max(16, triton.next_power_of_2(near * share))
+        prompt_parts = parts_for(blocks * kv_heads, PROGRAMS // 5)
+        of_prompts = room(prompt_parts)
+        _attend_prompts[(blocks, kv_heads, prompt_parts)](
+            q, q.stride(0), *of_prompts, table, slot, group, prompt, rows, scale, near, width, share, kv_heads, dim,
+            prompt_parts, 32, precision, num_stages=2 if exact else 3, num_warps=4 if exact else min(8, width // 16),
+        )  # fmt: skip
+    partial = room(parts) if parts > 1 else (q, q)
     light = not exact and dim <= 128
     _attend[(rows, kv_heads, parts)](
-        q, q.stride(0), out, partial, heights, table, slot, group, prompt, place, dim**-0.5 * 1.4426950408889634,
-        heads // kv_heads, kv_heads, dim, parts, 32, "ieee" if exact else "tf32",
-        num_stages=2 if exact else 3, num_warps=1 if light else 4,
+        q, q.stride(0), out, *partial, table, slot, group, prompt, place, *of_prompts, scale, share, kv_heads, dim,
+        parts, prompt_parts, 32, precision, num_stages=2 if exact else 3, num_warps=1 if light else 4,
     )  # fmt: skip
     if parts > 1:
-        _combine[(rows * heads,)](partial, heights, out, dim, parts)
+        _combine[(rows * heads,)](*partial, out, dim, parts)
     return out
 
 

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.forks import FORKS, Descriptor
-from tests.tiny import f_bpe, f_llama, save
+from tests.tiny import f_bpe, f_gpt2, f_llama, save
 from verl.checkpoint.tensorfile import read_tensors
 from verl.cli.main import main
 from verl.config.load import load_config
@@ -385,6 +385,33 @@ def test_what_changed_since_the_checkpoint_is_said_and_can_be_allowed(change, pl
     restarted = change in ("rows", "settings")  # another order, too
     assert ("rows are drawn from the data's start" in log) == restarted
     assert verl("resume", "run", "total_steps=3")[0] == 0  # it is what the latest checkpoint was saved with
+
+
+MISFITS = {
+    "shapes": (lambda: _llama(hidden_size=48), [], "lm_head.weight has shape (32, 32), not (32, 48)"),
+    "layers": (lambda: _llama(num_hidden_layers=3), [], "model.layers.2.input_layernorm.weight is missing"),
+    "architecture": (f_gpt2, [], "lm_head.weight is unknown"),
+    "dtype": (f_llama, ["actor_model_config.dtype=bf16"], "the optimizer's state lacks 21 tensors"),
+    "workers": (lambda: _llama(hidden_size=48), ["device_map={actor: [cpu:0, cpu:1]}"], "21 tensors don't fit"),
+}
+
+
+def _llama(**keys: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**f_llama().config.to_dict() | {"head_dim": None} | keys))
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_checkpoint_of_a_model_of_other_shapes_is_refused(misfit, place, verl, model):
+    """Whatever changes are allowed; the run stays as it was and goes on with its own."""
+    assert verl("train", "train.yaml", "total_steps=1")[0] == 0
+    build, overrides, words = MISFITS[misfit]
+    save(place / "other", build(), f_bpe(template="bos"))
+    kept = {p: p.read_bytes() for p in (place / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+    again = ["total_steps=2", "actor_model_config.model_name_or_path=other", *overrides, "--allow-changes"]
+    told = ("run/checkpoints/step_1 can't go on", f"model_name_or_path ({model} then, other now)", words, "Put back")
+    _refused(verl("resume", "run", *again), *told)
+    assert {p: p.read_bytes() for p in kept} == kept
+    assert verl("resume", "run", "total_steps=2")[0] == 0 and _steps(place / "run") == [1, 2]
 
 
 def test_a_longer_run_says_that_its_schedule_is_another(place, verl):

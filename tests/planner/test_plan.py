@@ -63,6 +63,21 @@ def test_a_publish_costs_what_a_rank_lacks(model: str):
     assert cut.ours is not None and cut.ours.received < size // 2  # norms and embeddings are everywhere
 
 
+def test_an_engine_over_several_devices_is_counted_by_each_ones_share(model: str):
+    weights = weights_of(Path(model), 2)
+    size, vectors = (sum(w.bytes for w in weights if len(w.shape) < most) for most in (9, 2))
+    apart = {"device_map": {"actor": [0], "rollout": [1, 2, 3, 4]}}
+    for width in (1, 2, 4):
+        rollout = {"engine": "vllm", "tensor_parallel_size": width}
+        ours = estimated(config(model, rollout=rollout, **apart), weights).ours
+        assert ours is not None and ours.received == size and ours.redundant == 0
+        assert ours.peak == vectors + (size - vectors) // width + 2 * size  # all is less than two buckets
+    beside = {"device_map": {"actor": [0, 1]}, "rollout": {"tensor_parallel_size": 2}}
+    ours = estimated(config(model, **beside), weights).ours
+    assert ours is not None and (ours.received, ours.redundant) == (size // 2, size // 2)
+    assert ours.peak == size // 2 + vectors + (size - vectors) // 2 + size
+
+
 def test_the_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "train.yaml"
     file.write_text(

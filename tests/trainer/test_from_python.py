@@ -85,6 +85,55 @@ def test_a_failed_step_closes_the_run(tiny: str, tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("notebook", [False, True])
+def test_two_trainers_side_by_side_have_a_log_each(
+    notebook: bool, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what their hosts' threads tell, too; what comes from neither is in both."""
+
+    log = logging.getLogger("verl.test")
+
+    def trainer(name: str, level: str) -> RLTrainer:
+        class Optimizer(torch.optim.SGD):
+            def __init__(self, parameters: Any, lr: float) -> None:
+                super().__init__(parameters, lr)
+                log.warning("made for %s", name)
+
+            def step(self, closure: Any = None) -> Any:
+                log.warning("a step of %s", name)
+                return super().step(closure)
+
+        def some(response_ids: list[int]) -> float:
+            if response_ids[0] % 2:
+                raise ValueError(f"typo {name}")
+            return low(response_ids)
+
+        return RLTrainer(
+            tiny, reward_fn=some, reward_failure="default", num_rollout_steps=2, run_dir=str(tmp_path / name),
+            log_level=level, actor_model_config={"optimizer": {"name": Optimizer}}, **SHORT,
+        )  # fmt: skip
+
+    def both() -> None:
+        ada, bob = trainer("ada", "INFO"), trainer("bob", "WARNING")
+        for each in (ada, bob, ada):
+            each.step()
+        log.warning("from neither")
+        for each in (ada, bob):
+            each.run.save_at_end()
+            each.close()
+
+    async def cell() -> None:
+        both()
+
+    asyncio.run(cell()) if notebook else both()
+    logs = {name: (tmp_path / name / "logs" / "controller.log").read_text() for name in ("ada", "bob")}
+    for name, text in logs.items():
+        assert all(words in text for words in (f"a step of {name}", f"typo {name}", "from neither"))
+    assert "bob" not in logs["ada"] and "ada" not in logs["bob"]
+    assert f"saved {tmp_path / 'ada' / 'checkpoints' / 'step_2'}" in logs["ada"] and " INFO " not in logs["bob"]
+    assert capsys.readouterr().out.count("made for bob") == 1  # while it loads, on the other's console
+
+
 def test_laps_before_a_failed_step_are_saved(tiny: str, tmp_path: Path) -> None:
     broken: list[bool] = []
 

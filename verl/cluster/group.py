@@ -14,6 +14,7 @@ import platform
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,9 +123,9 @@ class Inline:
 
     async def call(self, rank: int, method: str, *args: Any) -> Any:
         assert rank == 0
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), copy_context()
         try:
-            return await loop.run_in_executor(self._threads, lambda: getattr(self.object, method)(*args))
+            return await loop.run_in_executor(self._threads, lambda: context.run(getattr(self.object, method), *args))
         except Exception as error:
             self.places[0].mark(error)
             raise

@@ -24,6 +24,10 @@ class RunError(RuntimeError):
     """The run failed; the message names node, step, row and prompt where known."""
 
 
+class MisfitError(RunError):
+    """Tensors are not those of the model, or of its optimizer, that is to take them."""
+
+
 class RewardError(RunError):
     """A reward raised, timed out or returned something that is not a score."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.batch import Batch, Ragged
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import MisfitError, RequestError
 from verl.config.model import OptimizerConfig
 from verl.engines.base import LossFn, Stats, UpdateReport, counted
 from verl.engines.context_parallel import Part, check_heads
@@ -258,7 +258,7 @@ class MegatronEngine:
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if name not in self.shape.weights:
-                raise RunError(f"the optimizer's state has {key!r}, but no such parameter is trained")
+                raise MisfitError(f"the optimizer's state has {key!r}, but no such parameter is trained")
             by_kind[kind][name] = tensor
         mine = {}
         for kind, found in by_kind.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl.config.errors import RequestError, RunError
+from verl.config.errors import MisfitError, RequestError, RunError
 from verl.config.model import OptimizerConfig
 from verl.engines.adam8 import adamw8bit, moments, take_back
 from verl.engines.muon import Muon
@@ -181,16 +181,16 @@ class Optimizer:
                 yield f"{kind}/{name}", value, self.params[name] if value.shape == master.shape else None
 
     def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Take back all that was ``held``, whole tensors, and ``facts``; ``RunError`` for tensors of parameters that
-        don't exist."""
+        """Take back all that was ``held``, whole tensors, and ``facts``; ``MisfitError`` for tensors of parameters
+        that don't exist, or without those of some that do."""
         states: dict[Tensor, dict[str, Tensor]] = {}
         missing = {f"master/{name}" for name in self._rounded} - tensors.keys()
         if missing:
-            raise RunError(f"the optimizer's state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:8])}")
+            raise MisfitError(f"the optimizer's state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:8])}")
         for key, saved in tensors.items():
             kind, _, name = key.partition("/")
             if name not in self.masters:
-                raise RunError(f"the optimizer's state has {key!r}, but no such parameter is trained")
+                raise MisfitError(f"the optimizer's state has {key!r}, but no such parameter is trained")
             master, p = self.masters[name], self.params[name]
             if saved.shape == p.shape:
                 mine = distributed(saved, p) if isinstance(master, DTensor) else part_of(saved, p)[...]

@@ -35,11 +35,6 @@ def without(box: Box, taken: Box) -> Iterator[Box]:
                 yield (*inner[:dim], side, *box[dim + 1 :])
 
 
-def inside(box: Box, outer: Box) -> Box:
-    """``box`` in the coordinates of ``outer``, which contains it."""
-    return tuple((start - o, stop - o) for (start, stop), (o, _) in zip(box, outer, strict=True))
-
-
 @dataclass(frozen=True)
 class Weight:
     """A whole weight. ``cut``: the dimension that tensor parallelism cuts, if it cuts it; ``layer`` in ``[0, 1)``:
@@ -195,18 +190,23 @@ class Cost:
     redundant: int
 
 
-def cost(weights: Sequence[Weight], held: Holdings, wanted: Holdings, bucket: int, *, reused: bool = True) -> Cost:
+def cost(
+    weights: Sequence[Weight], held: Holdings, wanted: Holdings, bucket: int, *, reused: bool = True,
+    spans: Mapping[int, Sequence[int]] | None = None,
+) -> Cost:  # fmt: skip
     """Of our plan: parts go straight to their places, through two buckets. ``reused``: a training part that lies
-    inside its generation part is not kept beside it."""
+    inside its generation part is not kept beside it. ``spans``: of a rank whose engine computes on several devices,
+    the ranks of all of these; it alone receives, and each keeps its share of the matrices, and the vectors."""
     table, made = {w.name: w for w in weights}, plan(weights, held, wanted)
     received, peak, redundant = 0, 0, 0
-    for rank in wanted:
-        incoming = made.received(rank)
-        kept = _bytes(table, held.get(rank, {}))
+    for rank, parts in wanted.items():
+        incoming, devices = made.received(rank), (spans or {}).get(rank, (rank,))
+        kept = max(_bytes(table, held.get(device, {})) for device in devices)
+        copy = _bytes(table, parts, len(devices))
         mine = sum(m.bytes for m in made.moves if m.source == m.target == rank)
         again = kept if not reused else kept - mine
         received = max(received, incoming)
-        peak = max(peak, mine + again + incoming + min(2 * bucket, 2 * incoming))
+        peak = max(peak, copy + again + min(2 * bucket, 2 * incoming))
         redundant = max(redundant, again)
     return Cost(received, peak, redundant)
 
@@ -221,5 +221,10 @@ def cost_of_gathering(weights: Sequence[Weight], layout: Layout, held: Holdings,
     return Cost(received, model + mine, mine)
 
 
-def _bytes(table: Mapping[str, Weight], part: Mapping[str, Sequence[Box]]) -> int:
-    return sum(elements(box) * table[name].itemsize for name, boxes in part.items() for box in boxes)
+def _bytes(table: Mapping[str, Weight], part: Mapping[str, Sequence[Box]], devices: int = 1) -> int:
+    """On each of ``devices`` that share the matrices; vectors are whole on all."""
+    return sum(
+        -(-elements(box) // (devices if len(box) > 1 else 1)) * table[name].itemsize
+        for name, boxes in part.items()
+        for box in boxes
+    )

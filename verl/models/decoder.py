@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         return iter(revert_weight_conversion(base_model(self.lm), dict(own_tensors(self.lm))).items())
 
     def load(self, shards: Mapping[str, Tensor]) -> None:
-        """Take back what ``shards`` gave, in place. ``RunError`` unless names and shapes are exactly those."""
+        """Take back what ``shards`` gave, in place. ``MisfitError`` unless names and shapes are exactly those."""
         into = dict(self.shards())
         check_fit(into, shards)
         if self.adapter is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from verl.config.errors import RunError
+from verl.config.errors import MisfitError
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -18,7 +18,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_fit(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """``RunError`` unless both have the same names and shapes."""
+    """``MisfitError`` unless both have the same names and shapes."""
     faults = [f"{name} is missing" for name in into.keys() - tensors.keys()]
     faults += [f"{name} is unknown" for name in tensors.keys() - into.keys()]
     faults += [
@@ -28,11 +28,11 @@ def check_fit(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
     ]
     if faults:
         shown = "; ".join(sorted(faults)[:8])
-        raise RunError(f"{len(faults)} tensors don't fit the model: {shown}{' ...' * (len(faults) > 8)}")
+        raise MisfitError(f"{len(faults)} tensors don't fit the model: {shown}{' ...' * (len(faults) > 8)}")
 
 
 def copy_by_name(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """``into[name] <- tensors[name]`` for every name, or ``RunError`` and nothing copied."""
+    """``into[name] <- tensors[name]`` for every name, or ``MisfitError`` and nothing copied."""
     check_fit(into, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():

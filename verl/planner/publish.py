@@ -54,7 +54,8 @@ def estimate(
         by_rank = {actors[i]: part for i, part in held.items()}
         everything = {weight.name: [whole(weight.shape)] for weight in weights}
         wanted = dict.fromkeys(rollouts, everything)  # a whole copy beside the training part
-        ours = cost(weights, by_rank, wanted, cfg.hybrid_config.bucket_mib << 20, reused=False)
+        bucket = cfg.hybrid_config.bucket_mib << 20
+        ours = cost(weights, by_rank, wanted, bucket, reused=False, spans=placement.spans)
     gathered = cost_of_gathering(weights, layout, held, everything=True)
     if set(rollouts) - set(actors):  # somebody has no part of it
         gathered = Cost(model, model, gathered.redundant)

@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -457,7 +458,7 @@ class Host:
             raise RunError("the host was closed") from None
 
     def _compute(self, work: Callable[[], T]) -> T:
-        return self._ready.compute.submit(work).result()
+        return self._ready.compute.submit(copy_context().run, work).result()
 
     @contextlib.contextmanager
     def _located(self, label: str) -> Iterator[None]:

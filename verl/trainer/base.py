@@ -24,7 +24,7 @@ from verl.checkpoint.parts import write_parts
 from verl.checkpoint.rng import restore_rng, rng_state
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.group import WorkerLost
-from verl.config.errors import DataError, RequestError, RunError
+from verl.config.errors import DataError, MisfitError, RequestError, RunError
 from verl.config.load import dump, notes
 from verl.config.run import RunConfig
 from verl.data import chat
@@ -56,6 +56,7 @@ from verl.trainer.evaluation import Answer, Evaluation, evaluate
 from verl.trainer.flows import flow_of, needs
 from verl.trainer.folder import Claim, clear, holds_run, quoted, writable, write_whole
 from verl.trainer.health import SkippedSteps, example_rows, sampled_rows, write_rows
+from verl.trainer.logs import RUN, logged
 from verl.trainer.loop import Loop
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Run:
 
     # -- set up ----------------------------------------------------------------------------------------------------
 
+    @logged
     def prepare(
         self,
         resume: Checkpoint | None = None,
@@ -255,12 +257,16 @@ class Run:
         handlers: list[logging.Handler] = [
             logging.FileHandler(folder / "logs" / "controller.log", "a" if resume_step is not None else "w")
         ]
+        handlers[0].addFilter(lambda _: RUN.get() in (None, self))
         handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         if self.console is not None:
             self._closing.append(self.console.close)
             handlers.append(self.console.handler())
+            handlers[1].addFilter(lambda _: (run := RUN.get()) in (None, self) or run.recorder is None)  # it loads
         root = logging.getLogger("verl")
-        root.setLevel(cfg.log_level)
+        for handler in handlers:
+            handler.setLevel(cfg.log_level)
+        root.setLevel(min(h.level for h in (*handlers, *root.handlers) if h.level))  # others are of runs beside this
         for handler in handlers:
             self._closing.append(handler.close)
             for logger in (root, logging.getLogger("py.warnings")):  # Python's warnings, where they are captured
@@ -295,6 +301,7 @@ class Run:
                 self._health.see(line)
                 self._skipped.see(line)
 
+    @logged
     def say(self, text: str) -> None:
         """A line for the person who watches."""
         log.info(text)
@@ -317,6 +324,7 @@ class Run:
 
         return self._await(start())
 
+    @logged
     def step(self) -> LapResult:
         """One lap: rollout, reward, update; recorded, and saved when due."""
         assert self.recorder is not None
@@ -423,6 +431,7 @@ class Run:
         shares = {n.removeprefix("time/"): t / whole for n, t in metrics.items() if n.startswith("time/") and t}
         log.debug("step %d: %s", step, ", ".join(f"{n} {s:.0%}" for n, s in shares.items() if n != "step"))
 
+    @logged
     def train(self) -> Summary:
         """Laps until ``total_steps`` or a signal. Evaluates before and after, saves at the end."""
         last: dict[str, float | None] = {}
@@ -462,6 +471,7 @@ class Run:
         self.save_at_end()
         return last
 
+    @logged
     def save_at_end(self) -> None:
         """What was trained, unless it is saved already or not to be trusted."""
         self._more = False
@@ -481,6 +491,7 @@ class Run:
         self.prepare(checkpoint, allow_changes=self._allow_changes)
         log.warning("new workers go on after step %d", self.controller.step)
 
+    @logged
     def evaluate(self) -> Evaluation:
         """Greedy answers to the held-out prompts, scored by the run's rewards; of held-out rows the loss's numbers."""
         assert self.held_out is not None
@@ -517,6 +528,7 @@ class Run:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @logged
     def save(self) -> Path:
         """``checkpoints/step_N``: all models, optimizers, data position, RNG and KL state, or the policy alone
         (``checkpoint.save``)."""
@@ -599,7 +611,7 @@ class Run:
         return found
 
     def _restore(self, checkpoint: Checkpoint, changed: list[str]) -> None:
-        state = checkpoint.json("state")
+        state, told = checkpoint.json("state"), "; ".join(changed)
         position, start = state["controller"], self.feed.state()
         fixed = ("n", "seed", "shuffle", "buffer")  # what a position in other data or another order is not
         if "the data set" in changed or any(position["data"].get(k) != start.get(k) for k in fixed):
@@ -614,11 +626,20 @@ class Run:
             ]
         restore_rng(checkpoint.tensors("rng"))
         self.controller.restore(position)
-        self._await(self.controller.take_back(str(checkpoint.path.absolute()), state["optimizers"]))
+        try:
+            self._await(self.controller.take_back(str(checkpoint.path.absolute()), state["optimizers"]))
+        except MisfitError as error:
+            if not told:
+                raise
+            raise RequestError(
+                f"{checkpoint.path} can't go on with what changed since it was saved: {told} ({error}). Put back what "
+                "it was, or train anew with another run_dir"
+            ) from error
         if state["before"] is not None:
             saved = state["before"]
             self.before = Evaluation(saved["step"], saved["metrics"], [Answer(**a) for a in saved["answers"]])
 
+    @logged
     def close(self) -> None:
         """Let go of threads, processes, files and the screen; a second call does nothing."""
         with contextlib.ExitStack() as stack:  # the last first, and each whatever the others do

@@ -60,6 +60,15 @@ def test_a_small_step_is_a_small_publish(model: str, size: int, tmp_path: Path):
         assert 0 < line["publish/changed"] < 0.05 and line["publish/bytes"] < size / 2 / 4
 
 
+def test_the_plain_way_from_sharded_actors_to_a_rollout_apart(model: str, tmp_path: Path):
+    """Ranks that read parts of the files have the tensors in another order than one that reads all of them."""
+    keys = GRPO | {"device_map": {"actor": "cpu:0-1", "rollout": "cpu:2"}, "total_steps": 2}
+    ours = finished(model, tmp_path / "ours", **keys)
+    plain = finished(model, tmp_path / "plain", **keys, hybrid_engine=False)
+    same_lines(lines(ours), lines(plain))
+    same_weights(ours, plain)
+
+
 def test_adapters_alone_are_sent(model: str, size: int, tmp_path: Path):
     actor = {"model_name_or_path": model, "dtype": "fp32", "optimizer": {"lr": 1e-2}, "use_lora": True, "lora_r": 2}
     folder = finished(model, tmp_path, **GRPO | APART | {"actor_model_config": actor, "total_steps": 3})

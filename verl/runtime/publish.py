@@ -130,15 +130,25 @@ class Plainly(Publisher):
                 if self.ranks > 1:  # gathered: all but this rank's part came in
                     report.received_bytes += tensor.nbytes * (self.ranks - 1) // self.ranks
                 if self.group is not None and self.rank == self.first:
+                    self._next(name)
                     dist.broadcast((tensor.cpu() if self.by_cpu else tensor).contiguous(), self.first, self.group)
                     report.sent_bytes += tensor.nbytes
                 yield name, tensor
+            if self.group is not None and self.rank == self.first:
+                self._next(None)
             return
-        for name, tensor in self.like.items():
-            buffer = torch.empty_like(tensor, device="cpu" if self.by_cpu else None).contiguous()
+        while (name := self._next(None)) is not None:
+            buffer = torch.empty_like(self.like[name], device="cpu" if self.by_cpu else None).contiguous()
             dist.broadcast(buffer, self.first, self.group)
             report.received_bytes += buffer.nbytes
             yield name, buffer
+
+    def _next(self, name: str | None) -> str | None:
+        """Which tensor the first sends now, ``None`` after the last: ranks that read parts, or train with another
+        engine, have them in another order than those that only sample."""
+        said = [name]
+        dist.broadcast_object_list(said, self.first, self.group, torch.device("cpu"))
+        return said[0]
 
 
 def table_of(transfers: list[Transfer]) -> str:

@@ -137,11 +137,11 @@ class Plainly(Publisher):
             if self.group is not None and self.rank == self.first:
                 self._next(None)
             return
-        while (name := self._next(None)) is not None:
-            buffer = torch.empty_like(self.like[name], device="cpu" if self.by_cpu else None).contiguous()
+        while (coming := self._next(None)) is not None:
+            buffer = torch.empty_like(self.like[coming], device="cpu" if self.by_cpu else None).contiguous()
             dist.broadcast(buffer, self.first, self.group)
             report.received_bytes += buffer.nbytes
-            yield name, buffer
+            yield coming, buffer
 
     def _next(self, name: str | None) -> str | None:
         """Which tensor the first sends now, ``None`` after the last: ranks that read parts, or train with another

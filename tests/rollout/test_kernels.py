@@ -101,7 +101,7 @@ def test_rotate_store(dtype: torch.dtype, norm: bool, joint: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("together", [0, 1, 2], ids=["each row", "groups", "groups in parts"])
+@pytest.mark.parametrize("together", [0, 1, 2], ids=["each row", "groups", "prompts in parts"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 32), (3, 3, 16)])
 def test_attend(dtype, parts, together, heads, kv_heads, dim, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts and responses, some within one tile, some over several; a place without a row gives zeros. The
@@ -110,6 +110,7 @@ def test_attend(dtype, parts, together, heads, kv_heads, dim, monkeypatch: pytes
     monkeypatch.setattr(kernels, "PROGRAMS", 5 * kv_heads * parts)
     monkeypatch.setattr(kernels, "NEAR", 4 // max(together, 1))
     assert kernels.parts_for(5 * kv_heads, kernels.PROGRAMS) == parts
+    monkeypatch.setattr(kernels, "parts_for", lambda _, full: parts if full == kernels.PROGRAMS else together)
     prompts = [normal(3, kv_heads, 150, dim, dtype=dtype) for _ in range(2)]
     responses = [normal(5, kv_heads, 90, dim, dtype=dtype) for _ in range(2)]
     slot, group = [4, 0, 2, -1, 1], [2, 0, 0, 0, 1]

@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -16,6 +17,8 @@ from tests.tiny import f_bpe, f_llama, save
 from verl.batch import Ragged
 from verl.config.errors import RequestError
 from verl.config.model import CriticConfig, ModelConfig
+from verl.models.adapters import unscaled
+from verl.models.decoder import adapter_tensors
 from verl.models.factory import create_model, load_model, load_tokenizer
 from verl.models.packing import pack
 from verl.models.policy import Policy
@@ -227,3 +230,27 @@ def test_adapters_reach_every_kind_of_layer_and_merge(family, tmp_path):
         ours.lm.save_pretrained(tmp_path / "trained", selected_adapters=["default"])
         merged = create_model(str(tmp_path / "trained"))
         torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_one_factor_for_all_modules(rslora):
+    """What a reader that knows neither patterns nor another rank's factor makes of an adapter is the same model."""
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=["embed_tokens", "q_proj", "up_proj", "down_proj"],
+        rank_pattern={"up_proj": 8, "layers.1.self_attn.q_proj": 2}, use_rslora=rslora,
+        alpha_pattern={"down_proj": 3, "0.mlp.up_proj": 12, "embed_tokens": 5},
+    )  # fmt: skip
+    lm = get_peft_model(f_llama(), config, autocast_adapter_dtype=False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in adapter_tensors(lm).values():
+            tensor.normal_(std=0.1)
+    settings, tensors = unscaled(lm.peft_config["default"].to_dict(), adapter_tensors(lm).items())
+    assert settings["lora_alpha"] / settings["r"] == 1
+    read = get_peft_model(f_llama(), LoraConfig(**settings), autocast_adapter_dtype=False)
+    set_peft_model_state_dict(read, dict(tensors))
+    assert {m.scaling["default"] for m in read.modules() if isinstance(m, LoraLayer)} == {1.0}
+    ids = torch.arange(3, 19)[None]
+    assert torch.allclose(lm(ids).logits, read(ids).logits, atol=1e-5)
+    with lm.disable_adapter():
+        assert (lm(ids).logits - read(ids).logits).abs().max() > 0.01

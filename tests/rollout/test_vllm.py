@@ -337,7 +337,12 @@ def test_tied_embeddings_and_biases(engines: Engines) -> None:
 
 ADAPTED_CLOSE = 0.1 if GPU else 1e-4
 ADAPTER = LoraConfig(
-    task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear", rank_pattern={"up_proj": 8}
+    task_type="CAUSAL_LM",
+    r=4,
+    lora_alpha=16,
+    target_modules="all-linear",
+    rank_pattern={"up_proj": 8},
+    alpha_pattern={"o_proj": 12},
 )
 
 

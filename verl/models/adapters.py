@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.errors import RequestError
@@ -116,6 +118,33 @@ def keep_copy(lm: PeftModel, adapter: str, name: str) -> None:
             p.requires_grad_(False)
     for p, flag in trained:
         p.requires_grad_(flag)
+
+
+def unscaled(
+    adapter: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """The same adapter for readers that know one factor for all modules (vLLM 0.24: no ``rank_pattern``, no
+    ``alpha_pattern``): each module's factor is in its ``B``, and every factor of the settings is 1.
+
+    ``adapter``: peft's ``LoraConfig`` as a dictionary; ``tensors`` by the names of an adapter's file, ``B [out, r]``.
+    """
+    alphas: dict[str, float] = adapter.get("alpha_pattern") or {}
+
+    def scaled() -> Iterator[tuple[str, Tensor]]:
+        from peft.utils.other import get_pattern_key
+
+        for name, tensor in tensors:
+            module, found, _ = name.partition(".lora_B.")
+            if not found:
+                module, found, _ = name.partition(".lora_embedding_B")
+            if found:
+                key = get_pattern_key(list(alphas), module.removeprefix("base_model.model."))
+                alpha, rank = alphas.get(key, adapter["lora_alpha"]), tensor.shape[-1]
+                tensor = tensor * (alpha / (math.sqrt(rank) if adapter.get("use_rslora") else rank))
+            yield name, tensor
+
+    ones = {"lora_alpha": adapter["r"], "alpha_pattern": adapter.get("rank_pattern") or {}, "use_rslora": False}
+    return {**adapter, **ones}, scaled()
 
 
 def _go_on(lm: PeftModel, cfg: ModelConfig) -> PeftModel:

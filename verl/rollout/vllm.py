@@ -42,6 +42,7 @@ from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.config.errors import RequestError, RunError
+from verl.models.adapters import unscaled
 from verl.models.decoder import Decoder
 from verl.models.factory import outline
 from verl.models.naming import check_fit
@@ -478,6 +479,7 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         assert self.adapter is not None
+        settings, tensors = unscaled(self.adapter, tensors)
         kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         check_fit(self._expected, kept)
         if self._lora is not None:
@@ -487,7 +489,7 @@ class VllmEngine:
         memory = Path("/dev/shm")
         with tempfile.TemporaryDirectory(prefix="verl-adapter-", dir=memory if memory.is_dir() else None) as folder:
             save_file(kept, Path(folder) / "adapter_model.safetensors")
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(self.adapter, default=sorted))
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings, default=sorted))
             lora = LoRARequest(f"verl-{number}", number, folder)
             if not self._llm.add_lora(lora):
                 raise RunError(f"vLLM didn't take the adapter of version {version}")

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from verl.config.errors import RequestError, RunError
+from verl.models.adapters import unscaled
 from verl.rollout.base import Sampling
 from verl.rollout.http import REASONS, Failed, HttpEngine, Refused, Row, Sampled, Server, as_saved, common, probe
 
@@ -88,8 +89,9 @@ class ServerEngine(HttpEngine):
     def files(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self.adapter is None:
             return super().files(folder, _with_head(tensors))
+        settings, tensors = unscaled(self.adapter, tensors)
         save_file({name: as_saved(tensor) for name, tensor in tensors}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(self.adapter, default=_plain))
+        (folder / "adapter_config.json").write_text(json.dumps(settings, default=_plain))
 
     async def install(self, server: Server) -> None:
         if self.adapter is None:

@@ -56,6 +56,12 @@ SETS: dict[str, list[Job]] = {
             "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0",
             toy="--device cpu --random toy --engines native --groups 2 --samples 2 --prompt 16 --new 8",
         ),
+        Job(
+            "long-prompts", 400,
+            "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0"
+            " --prompt 1024",
+            toy="--device cpu --random toy --engines native --groups 2 --samples 2 --prompt 64 --new 8",
+        ),
         Job("vllm-contract", 300, VTEST + " tests/rollout/test_vllm.py"),
         Job("gpu-tests", 400, GPU_TESTS, toy=""),
         Job("update", 400, "{py} benchmarks/train_mfu.py --cases 1.5b 1.5b-recompute --compile on --steps 2"),

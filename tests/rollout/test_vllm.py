@@ -335,7 +335,7 @@ def test_tied_embeddings_and_biases(engines: Engines) -> None:
         assert worst(lm, ask(engine, requests(), Sampling(max_new_tokens=8)), requests()) < CLOSE
 
 
-ADAPTED_CLOSE = 0.1 if GPU else 1e-4
+ADAPTED_CLOSE = 1.0 if GPU else 1e-4  # bf16: torch's own forward is up to 0.6 from fp32 here; the base is 5 away
 ADAPTER = LoraConfig(
     task_type="CAUSAL_LM",
     r=4,
@@ -405,7 +405,7 @@ def test_rows_that_lose_their_place_go_on_where_they_were(engines: Engines) -> N
     roomy = ask(engine, asked[:4], sampling) | ask(engine, asked[4:], sampling)
     assert not taken_out
     assert {i: r.ids for i, r in crowded.items()} == {i: r.ids for i, r in roomy.items()}
-    assert worst(lm, crowded, asked) < (1 if GPU else 1e-3)  # the adapter and weights times 3 make errors grow
+    assert worst(lm, crowded, asked) < (1.0 if GPU else 1e-3)  # the adapter and weights times 3 make errors grow
 
 
 def test_the_process_stays_as_it_was(engines: Engines, tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from tests.rollout.stand_in import SglangStandIn, StandIn, VllmStandIn
 from tests.rollout_contract import RolloutContract, ask, collect, logprobs_of, requests
-from tests.tiny import EOS, f_bpe, f_llama
+from tests.tiny import EOS, f_bpe, f_gpt2, f_llama
 from verl.config.errors import RequestError, RunError
 from verl.models.decoder import adapter_tensors
-from verl.models.naming import own_tensors
+from verl.models.naming import aliases, own_tensors
 from verl.rollout.base import Response, Sampling
 from verl.rollout.http import HttpEngine
 from verl.rollout.sglang import SglangEngine
@@ -180,6 +180,24 @@ def test_overload_is_waited_out(bench: Bench) -> None:
     server.faults.extend([(503, "busy"), (429, "slow down"), (500, "oops"), (503, "busy")])
     right(lm, ask(bench.engine(server), requests(), PLAIN))
     assert server.served == len(requests()) + 4
+
+
+def test_a_row_that_a_server_ended_is_asked_for_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an answer is no row: nobody here aborted it."""
+    lm = f_llama()
+    server = bench.server(lm)
+    whole, asked = server._tokens, iter(range(1000))
+
+    def cut(*arguments: Any) -> Any:
+        ids, logprobs, largest, reason, end = whole(*arguments)
+        return (
+            (ids[:1], logprobs[:1], largest[:1], "abort", None)
+            if next(asked) % 4 == 1
+            else (ids, logprobs, largest, reason, end)
+        )
+
+    monkeypatch.setattr(server, "_tokens", cut)
+    right(lm, ask(bench.engine(server), requests(), PLAIN))
 
 
 def test_one_of_two_servers_is_dead(bench: Bench) -> None:
@@ -375,6 +393,15 @@ def test_tied_weights_bring_their_head(vllm: Bench) -> None:
     engine = vllm.engine(vllm.server(old))
     engine.load(own_tensors(new), 1)
     right(new, ask(engine, requests(), PLAIN))
+
+
+def test_tied_weights_come_under_all_their_names(vllm: Bench) -> None:
+    """Whatever the model calls them."""
+    old, new = f_gpt2(seed=0), f_gpt2(seed=1)
+    engine = vllm.engine(vllm.server(old), tied=aliases(old))
+    engine.load(own_tensors(new), 1)
+    sampling = Sampling(max_new_tokens=8)
+    right(new, ask(engine, requests(), sampling), sampling)
 
 
 def adapted(lm: PreTrainedModel, seed: int) -> Any:

@@ -17,6 +17,16 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in module.state_dict().items() if name not in again)
 
 
+def aliases(lm: nn.Module) -> dict[str, list[str]]:
+    """Other names of tied parameters, by the one under which they are saved."""
+    first = {id(p): name for name, p in lm.named_parameters()}
+    tied: dict[str, list[str]] = {}
+    for name, p in lm.named_parameters(remove_duplicate=False):
+        if name != first[id(p)]:
+            tied.setdefault(first[id(p)], []).append(name)
+    return tied
+
+
 def check_fit(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """``MisfitError`` unless both have the same names and shapes."""
     faults = [f"{name} is missing" for name in into.keys() - tensors.keys()]

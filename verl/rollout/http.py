@@ -147,12 +147,13 @@ class HttpEngine:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
                 raise RequestError(f"{shown(url)!r} must be http://host:port or https://host:port, without a password")
-        if not urls or len(set(urls)) < len(urls):
+        found = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        if not found or len(set(found)) < len(found):
             raise RequestError(f"{len(urls)} urls of servers; at least one, and each once, would be right")
         if timeout <= 0 or retries < 0 or max_rows < 1:
             raise RequestError("timeout must be above 0, retries at least 0, max_rows at least 1")
         self.eos, self.model, self.retries, self.version = eos, model, retries, 0
-        self.servers = [Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
+        self.servers = [Server(url) for url in found]
         self.kept: Path | None = None  # the weights that every server must have
         self._key, self._under = api_key, folder
         self._folder: Path | None = None
@@ -400,6 +401,8 @@ class HttpEngine:
             raise RequestError(
                 f"row {row.request.row_id}: {server.url} does not answer as needed ({type(error).__name__}: {error})"
             ) from error
+        if reason == "abort":  # not by this engine, whose call would have been cancelled
+            raise Failed(f"{server.url} ended row {row.request.row_id} before its end")
         if len(ids) != len(logprobs) or len(ids) > sampling.max_new_tokens or any(not x <= 1e-3 for x in logprobs):
             raise RunError(
                 f"row {row.request.row_id}: {server.url} gave {len(ids)} tokens of {sampling.max_new_tokens} with "

@@ -45,7 +45,7 @@ from verl.config.errors import RequestError, RunError
 from verl.models.adapters import unscaled
 from verl.models.decoder import Decoder
 from verl.models.factory import outline
-from verl.models.naming import check_fit
+from verl.models.naming import aliases, check_fit
 from verl.rollout.base import FinishReason, Request, Response, Sampling, checked
 from verl.rollout.sampling import choose, noise_key, uniforms
 from verl.rollout.stop import StopTexts
@@ -180,7 +180,7 @@ class VllmEngine:
         self.device = torch.device(device)
         self._gpus, self._far = tuple(gpus), tensor_parallel_size > 1  # far: vLLM's workers are other processes
         self._lm, self._expected, self.adapter = _expected(model, adapter, trust_remote_code)
-        self._tied = _aliases(self._lm)
+        self._tied = aliases(self._lm)
         self.vocabulary = self._lm.config.get_text_config().vocab_size
         self.version = 0
         self._broken = "none have been loaded"  # why there are no whole weights
@@ -643,16 +643,6 @@ def _expected(
         adapted = get_peft_model(lm, settings, autocast_adapter_dtype=False)
     resolved = adapted.peft_config["default"].to_dict()
     return lm, dict(Decoder(adapted).shards()), resolved | {"init_lora_weights": adapter.get("init_lora_weights", True)}
-
-
-def _aliases(lm: PreTrainedModel) -> dict[str, list[str]]:
-    """Other names of tied parameters, by the one under which they are saved."""
-    first = {id(p): name for name, p in lm.named_parameters()}
-    tied: dict[str, list[str]] = {}
-    for name, p in lm.named_parameters(remove_duplicate=False):
-        if name != first[id(p)]:
-            tied.setdefault(first[id(p)], []).append(name)
-    return tied
 
 
 @contextlib.contextmanager

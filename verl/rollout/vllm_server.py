@@ -11,7 +11,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,15 @@ class ServerEngine(HttpEngine):
     Args:
         adapter: the LoRA's configuration (peft's, as a dict) where ``load`` gets an adapter's tensors. Until the
             first ``load`` the base generates, which a fresh adapter equals.
+        tied: other names of tied tensors, by the one that ``load`` brings.
     """
 
-    def __init__(self, *args: Any, adapter: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, adapter: dict[str, Any] | None = None, tied: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **options)
+        self.tied = {"model.embed_tokens.weight": ("lm_head.weight",)} if tied is None else tied
         self.adapter, self._run = adapter, uuid.uuid4().hex[:8]
         self._watches = {server: _Watch() for server in self.servers}
 
@@ -88,7 +93,7 @@ class ServerEngine(HttpEngine):
 
     def files(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self.adapter is None:
-            return super().files(folder, _with_head(tensors))
+            return super().files(folder, _with_aliases(tensors, self.tied))
         settings, tensors = unscaled(self.adapter, tensors)
         save_file({name: as_saved(tensor) for name, tensor in tensors}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(settings, default=_plain))
@@ -166,15 +171,20 @@ class ServerEngine(HttpEngine):
             return watch.process
 
 
-def _with_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """With tied embeddings vLLM keeps a copy of the old head unless the new one comes under its own name."""
-    head = embedding = None
+def _with_aliases(
+    tensors: Iterable[tuple[str, Tensor]], tied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """vLLM keeps a copy of a tied tensor unless the new one comes under all its names."""
+    came, more = set[str](), dict[str, Tensor]()
     for name, tensor in tensors:
-        head = name if name.endswith("lm_head.weight") else head
-        embedding = as_saved(tensor) if name == "model.embed_tokens.weight" else embedding
+        came.add(name)
+        if name in tied:
+            kept = as_saved(tensor)
+            more |= dict.fromkeys(tied[name], kept)
         yield name, tensor
-    if head is None and embedding is not None:
-        yield "lm_head.weight", embedding
+    for name, tensor in more.items():
+        if name not in came:  # it isn't tied
+            yield name, tensor.clone()
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from verl.config.run import RunConfig
 from verl.data.chat import has_template
 from verl.models.adapters import CONFIG, base_of, is_adapter_folder, lora_config
 from verl.models.factory import end_ids, eos_ids, outline
+from verl.models.naming import aliases
 from verl.models.packing import ATTENTION
 from verl.models.policy import Policy
 from verl.rollout.base import RolloutEngine
@@ -105,7 +106,8 @@ def rollout_engine(
     if r.engine == "openai":
         from verl.rollout.vllm_server import ServerEngine
 
-        return ServerEngine(urls, ends, adapter=adapter, **common)
+        tied = aliases(outline(model, actor.trust_remote_code))
+        return ServerEngine(urls, ends, adapter=adapter, tied=tied, **common)
     from verl.rollout.sglang import SglangEngine
 
     return SglangEngine(urls, ends, **common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -303,3 +304,21 @@ def test_sglang_takes_no_adapters(record_property):
     text = refusal(**actor(use_lora=True), rollout={"engine": "sglang", "url": "http://h:1"})
     assert "takes whole weights, but the policy trains an adapter; rollout.engine vllm or openai would fit" in text
     record_property(REFUSED, "whole weights")
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"), ({"use_dora": True}, "use_dora"),
+     ({"init_lora_weights": "olora", "lora_bias": True}, "init_lora_weights 'olora', lora_bias"),
+     ({"init_lora_weights": "gaussian"}, ""), ({"init_lora_weights": False}, "")],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", ["vllm", "openai", "native"])
+def test_adapters_that_change_the_base_are_sampled_by_the_policy_itself(tmp_path, settings, named, engine):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4} | settings))
+    keys = actor() | {"rollout": {"engine": engine} | ({"url": "http://h:1"} if engine == "openai" else {})}
+    keys["actor_model_config"]["model_name_or_path"] = str(tmp_path)
+    if named and engine != "native":
+        text = refusal(**keys)
+        assert f"has {named}: an engine" in text and "rollout.engine native would fit" in text
+    else:
+        load(**keys)

@@ -372,6 +372,12 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             "rollout.engine is sglang, which takes whole weights, but the policy trains an adapter; rollout.engine "
             "vllm or openai would fit",
         )
+    if r.outside and (kind := _unlike_lora(actor)):
+        yield Violation(
+            ("rollout.engine", "actor_model_config.model_name_or_path"),
+            f"rollout.engine is {r.engine}, but the adapter in {actor.model_name_or_path} has {kind}: an engine that "
+            "has the plain base and plain LoRA would sample another policy; rollout.engine native would fit",
+        )
     if r.outside and actor.load_in_4bit:
         yield Violation(
             ("rollout.engine", "actor_model_config.load_in_4bit"),
@@ -427,6 +433,22 @@ def _holds_adapter(model: ModelConfig) -> bool:
     if isinstance(source, str):
         return os.path.isfile(os.path.join(source, "adapter_config.json"))  # False for what is no path, too
     return hasattr(source, "peft_config")
+
+
+def _unlike_lora(model: ModelConfig) -> str:
+    """What of the adapter that training goes on with changes the base, or isn't plain LoRA."""
+    source = model.model_name_or_path
+    if not isinstance(source, str) or not _holds_adapter(model):
+        return ""
+    try:
+        settings = json.loads(Path(source, "adapter_config.json").read_text())
+    except (OSError, ValueError):  # whoever loads it says so
+        return ""
+    start = settings.get("init_lora_weights")
+    changes = isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal")
+    return ", ".join(
+        [f"init_lora_weights {start!r}"] * changes + [key for key in ("use_dora", "lora_bias") if settings.get(key)]
+    )
 
 
 def _models(cfg: RunConfig) -> Iterator[Violation]:

@@ -309,6 +309,7 @@ def test_sglang_takes_no_adapters(record_property):
 @pytest.mark.parametrize(
     "settings, named",
     [({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"), ({"use_dora": True}, "use_dora"),
+     ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"), ({"target_parameters": None}, ""),
      ({"init_lora_weights": "olora", "lora_bias": True}, "init_lora_weights 'olora', lora_bias"),
      ({"init_lora_weights": "gaussian"}, ""), ({"init_lora_weights": False}, "")],
 )  # fmt: skip

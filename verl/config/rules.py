@@ -447,7 +447,8 @@ def _unlike_lora(model: ModelConfig) -> str:
     start = settings.get("init_lora_weights")
     changes = isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal")
     return ", ".join(
-        [f"init_lora_weights {start!r}"] * changes + [key for key in ("use_dora", "lora_bias") if settings.get(key)]
+        [f"init_lora_weights {start!r}"] * changes
+        + [key for key in ("use_dora", "lora_bias", "target_parameters") if settings.get(key)]
     )
 
 

@@ -44,6 +44,7 @@ class Job:
 TEST = "{py} -m pytest -q -x --tb=short -p no:cacheprovider"
 VTEST = "{vllm} -m pytest -q -x --tb=short -p no:cacheprovider"
 GPU_TESTS = TEST.replace(" -x", "") + " tests/gpu tests/checkpoint/test_snapshot.py tests/rollout/test_kernels.py"
+OF_7B = "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0"
 TOY = "--shape toy --rows 8 --prompt 16 --response 8 --laps 1 --micro 2 --kind cpu --vocabulary 512"
 SETS: dict[str, list[Job]] = {
     "one": [
@@ -52,14 +53,11 @@ SETS: dict[str, list[Job]] = {
             toy=f"{TOY} --global-shape toy --actor-shape toy",
         ),
         Job(
-            "generation-7b", 400,
-            "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0",
+            "generation-7b", 400, OF_7B,
             toy="--device cpu --random toy --engines native --groups 2 --samples 2 --prompt 16 --new 8",
         ),
         Job(
-            "long-prompts", 400,
-            "{vllm} benchmarks/rollout.py --device cuda --random 7b --engines stock native --repeats 1 --ragged-rows 0"
-            " --prompt 1024",
+            "long-prompts", 400, OF_7B + " --prompt 1024",
             toy="--device cpu --random toy --engines native --groups 2 --samples 2 --prompt 64 --new 8",
         ),
         Job("vllm-contract", 300, VTEST + " tests/rollout/test_vllm.py"),

@@ -337,13 +337,9 @@ def test_tied_embeddings_and_biases(engines: Engines) -> None:
 
 ADAPTED_CLOSE = 1.0 if GPU else 1e-4  # bf16: torch's own forward is up to 0.6 from fp32 here; the base is 5 away
 ADAPTER = LoraConfig(
-    task_type="CAUSAL_LM",
-    r=4,
-    lora_alpha=16,
-    target_modules="all-linear",
-    rank_pattern={"up_proj": 8},
+    task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear", rank_pattern={"up_proj": 8},
     alpha_pattern={"o_proj": 12},
-)
+)  # fmt: skip
 
 
 def lora(seed: int) -> Any:
@@ -405,7 +401,7 @@ def test_rows_that_lose_their_place_go_on_where_they_were(engines: Engines) -> N
     roomy = ask(engine, asked[:4], sampling) | ask(engine, asked[4:], sampling)
     assert not taken_out
     assert {i: r.ids for i, r in crowded.items()} == {i: r.ids for i, r in roomy.items()}
-    assert worst(lm, crowded, asked) < (1.0 if GPU else 1e-3)  # the adapter and weights times 3 make errors grow
+    assert worst(lm, crowded, asked) < (1 if GPU else 1e-3)  # the adapter and weights times 3 make errors grow
 
 
 def test_the_process_stays_as_it_was(engines: Engines, tmp_path: Path) -> None:

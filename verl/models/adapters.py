@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
 
 CONFIG = "adapter_config.json"
+_B = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(embedding_)?B\b")  # the name of a module's ``B``
 
 
 def is_adapter_folder(source: Any) -> bool:
@@ -134,11 +135,8 @@ def unscaled(
         from peft.utils.other import get_pattern_key
 
         for name, tensor in tensors:
-            module, found, _ = name.partition(".lora_B.")
-            if not found:
-                module, found, _ = name.partition(".lora_embedding_B")
-            if found:
-                key = get_pattern_key(list(alphas), module.removeprefix("base_model.model."))
+            if found := _B.match(name):
+                key = get_pattern_key(list(alphas), found["module"])
                 alpha, rank = alphas.get(key, adapter["lora_alpha"]), tensor.shape[-1]
                 tensor = tensor * (alpha / (math.sqrt(rank) if adapter.get("use_rslora") else rank))
             yield name, tensor

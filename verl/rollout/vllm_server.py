@@ -179,12 +179,11 @@ def _with_aliases(
     for name, tensor in tensors:
         came.add(name)
         if name in tied:
-            kept = as_saved(tensor)
-            more |= dict.fromkeys(tied[name], kept)
+            more |= dict.fromkeys(tied[name], as_saved(tensor))
         yield name, tensor
     for name, tensor in more.items():
         if name not in came:  # it isn't tied
-            yield name, tensor.clone()
+            yield name, tensor
 
 
 def _plain(value: Any) -> Any:

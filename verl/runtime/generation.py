@@ -106,7 +106,7 @@ def rollout_engine(
     if r.engine == "openai":
         from verl.rollout.vllm_server import ServerEngine
 
-        tied = aliases(outline(model, actor.trust_remote_code))
+        tied = aliases(outline(model, actor.trust_remote_code)) if adapter is None else None
         return ServerEngine(urls, ends, adapter=adapter, tied=tied, **common)
     from verl.rollout.sglang import SglangEngine
 

@@ -323,3 +323,6 @@ def test_adapters_that_change_the_base_are_sampled_by_the_policy_itself(tmp_path
         assert f"has {named}: an engine" in text and "rollout.engine native would fit" in text
     else:
         load(**keys)
+    for unread in ("[1]", "{"):  # whoever loads it says so
+        (tmp_path / "adapter_config.json").write_text(unread)
+        load(**keys)

@@ -254,3 +254,10 @@ def test_one_factor_for_all_modules(rslora):
     assert torch.allclose(lm(ids).logits, read(ids).logits, atol=1e-5)
     with lm.disable_adapter():
         assert (lm(ids).logits - read(ids).logits).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("text", ['{"peft_type": ', "[1]"])
+def test_a_file_that_holds_no_settings_is_named(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(RequestError, match=r"adapter_config\.json holds no adapter's settings"):
+        load_model(ModelConfig(model_name_or_path=str(tmp_path)), "cpu", torch.float32)

@@ -442,7 +442,9 @@ def _unlike_lora(model: ModelConfig) -> str:
         return ""
     try:
         settings = json.loads(Path(source, "adapter_config.json").read_text())
-    except (OSError, ValueError):  # whoever loads it says so
+    except (OSError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):  # whoever loads it says so
         return ""
     start = settings.get("init_lora_weights")
     changes = isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal")

@@ -31,14 +31,25 @@ def is_adapter_folder(source: Any) -> bool:
     return isinstance(source, str) and os.path.isfile(os.path.join(source, CONFIG))  # False for what is no path, too
 
 
+def settings_of(folder: str) -> dict[str, Any]:
+    """peft's configuration of the adapter in a folder, as its file has it; ``RequestError`` where that is none."""
+    try:
+        settings: dict[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{Path(folder) / CONFIG} holds no adapter's settings: {error}") from error
+    if not isinstance(settings, dict):
+        raise RequestError(f"{Path(folder) / CONFIG} holds no adapter's settings, which are a JSON object")
+    return settings
+
+
 def task_of(folder: str) -> str | None:
     """``CAUSAL_LM``, ``SEQ_CLS``: what the adapter in a folder was made for."""
-    return json.loads((Path(folder) / CONFIG).read_text()).get("task_type")
+    return settings_of(folder).get("task_type")
 
 
 def base_of(folder: str) -> str:
     """Name or folder of the model under an adapter; a relative folder is looked for here, then beside the adapter."""
-    named = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
+    named = settings_of(folder).get("base_model_name_or_path")
     if not named:
         raise RequestError(f"{folder} holds an adapter that names no base: set base_model_name_or_path in its {CONFIG}")
     beside = Path(folder) / named

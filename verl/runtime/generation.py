@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from verl.config.errors import RequestError
 from verl.config.model import ModelConfig
 from verl.config.run import RunConfig
 from verl.data.chat import has_template
-from verl.models.adapters import CONFIG, base_of, is_adapter_folder, lora_config
+from verl.models.adapters import base_of, is_adapter_folder, lora_config, settings_of
 from verl.models.factory import end_ids, eos_ids, outline
 from verl.models.naming import aliases
 from verl.models.packing import ATTENTION
@@ -117,8 +115,7 @@ def _adapter(cfg: ModelConfig) -> dict[str, Any] | None:
     """peft's configuration of the policy's adapter, as a file has it."""
     source = cfg.model_name_or_path
     if is_adapter_folder(source):
-        found: dict[str, Any] = json.loads((Path(source) / CONFIG).read_text())
-        return found
+        return settings_of(source)
     return lora_config(cfg).to_dict() if cfg.use_lora else None
 
 

@@ -233,10 +233,10 @@ def test_several_models_stand_where_they_are_named(folder: str) -> None:
     from verl.rewards.base import build_rewards
 
     rows = make_rows(["a b c d", "red"], prompt="what is blue red")
-    name: dict[str, Any] = {"name": "reward_model", "model_name_or_path": folder}
+    name: dict[str, Any] = SETTINGS | {"name": "reward_model", "model_name_or_path": folder}
     cfg = load_config(
         None, partial=True, reward_fn=[name | {"as": "short", "max_length": 9}, len, name],
-        reward_weights=[1.0, 10.0, 100.0, 1000.0], reward_model_config={"model_name_or_path": folder},
+        reward_weights=[1.0, 10.0, 100.0, 1000.0], reward_model_config=SETTINGS | {"model_name_or_path": folder},
     )  # fmt: skip
     with build_rewards(cfg, CPU) as rewards:
         scores = rewards.score(rows)

@@ -39,14 +39,15 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def written(models, tmp_path):
-    """The file under a name, with nothing changed but model names, data and what the test wants."""
+    """The file under a name, with nothing changed but model names, data, the dtype and what the test wants. ``auto``
+    is another dtype on some machines."""
 
     def write(name, **changes):
         policy, reward = models
         keys = OmegaConf.create(FILES[name])
-        keys.actor_model_config.model_name_or_path = policy
-        if "reward_model_config" in keys:
-            keys.reward_model_config.model_name_or_path = reward
+        named = {"actor_model_config": policy, "reward_model_config": reward}
+        for section in named.keys() & keys.keys():
+            keys[section] |= {"model_name_or_path": named[section], "dtype": "fp32"}
         keys.dataset = str(tmp_path / "prompts.jsonl")
         texts = ["".join("abcxust"[(i * k) % 7] for k in range(1, 3 + i % 5)) for i in range(40)]
         Path(keys.dataset).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
